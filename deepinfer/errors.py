@@ -19,7 +19,7 @@ from deepinfer_hal.errors import (
 
 
 class ConfigError(DeepInferError, ValueError):
-    """A configuration is wrong; nothing was loaded. `field` is the path of the offending key, e.g. `text_config.head_dim`."""
+    """A configuration is wrong, and nothing was loaded. `field` is the key's path, e.g. `text_config.head_dim`."""
 
     def __init__(self, field: str, message: str) -> None:
         self.field = field
@@ -45,7 +45,7 @@ class RequestError(DeepInferError, ValueError):
 
 
 class CheckpointError(DeepInferError):
-    """One thing wrong with a checkpoint: `file`, `tensor` and `nbytes` say where; any may be None where it does not apply.
+    """One thing wrong with a checkpoint. `file`, `tensor` and `nbytes` say where, or are None where they do not apply.
 
     `nbytes` is the size in bytes the message speaks of: what the tensor should take, or where the file ends.
     """
@@ -106,6 +106,10 @@ class WrongDtype(CheckpointError):
     """A tensor's type is not the one of the released format."""
 
 
+class ChecksumMismatch(CheckpointError):
+    """A file's SHA-256 is not the one its folder's SHA256SUMS gives."""
+
+
 class BadScale(CheckpointError):
     """A scale is not a number: a ue8m0 byte 255, or an e4m3 byte 127 or 255."""
 
@@ -129,6 +133,7 @@ __all__ = [
     "BadScale",
     "CapacityError",
     "CheckpointError",
+    "ChecksumMismatch",
     "ConfigError",
     "DeepInferError",
     "DuplicateTensor",
