@@ -18,6 +18,8 @@ import functools
 
 import torch
 
+from deepinfer_hal.errors import BadCall
+
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 FP8_AMAX_FLOOR = 1e-4
@@ -73,7 +75,7 @@ def _constant(value: float, device: torch.device) -> torch.Tensor:
 
 
 def row_bytes(fmt: str, width: int) -> int:
-    """Bytes of one stored row of `width` values, scales included. ValueError for a width the groups do not divide."""
+    """Bytes of one stored row of `width` values, scales included. BadCall for a width the groups do not divide."""
     if fmt == "f32":
         return 4 * width
     group = _check_format(fmt, width)
@@ -147,7 +149,7 @@ def quantise(x: torch.Tensor, fmt: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of the rows of x over its last axis.
 
     x: [..., D] any float dtype, D a multiple of the format's group (and even). Returns uint8 codes [..., D] or, packed,
-    [..., D/2], and uint8 scales [..., D/group]. Raises ValueError for an unknown format or a width it cannot hold.
+    [..., D/2], and uint8 scales [..., D/group]. Raises BadCall for an unknown format or a width it cannot hold.
     """
     group = _check_format(fmt, x.shape[-1])
     grouped = x.detach().float().unflatten(-1, (-1, group))
@@ -175,7 +177,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, fmt: str) -> torch.Ten
     width = codes.shape[-1] if fmt == "fp8_32" else 2 * codes.shape[-1]
     group = _check_format(fmt, width)
     if scales.shape[-1] * group != width:
-        raise ValueError(f"{fmt}: {width} values need {width // group} scales a row, got {scales.shape[-1]}")
+        raise BadCall(f"{fmt}: {width} values need {width // group} scales a row, got {scales.shape[-1]}")
     if fmt == "fp8_32":
         values = E4M3_VALUES(codes.device)[codes.long()]
     else:
@@ -219,7 +221,7 @@ def dequantise_weight_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Te
     rows, columns = codes.shape
     expected = (-(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK))
     if tuple(scales.shape) != expected:
-        raise ValueError(f"FP8 weight [{rows}, {columns}] needs scales {list(expected)}, got {list(scales.shape)}")
+        raise BadCall(f"FP8 weight [{rows}, {columns}] needs scales {list(expected)}, got {list(scales.shape)}")
     values = E4M3_VALUES(codes.device)[codes.view(torch.uint8).long()]
     return values * _spread_blocks(E8M0_VALUES(codes.device)[scales.view(torch.uint8).long()], rows, columns)
 
@@ -253,7 +255,7 @@ def _spread_blocks(scales: torch.Tensor, rows: int, columns: int) -> torch.Tenso
 def _check_format(fmt: str, width: int) -> int:
     group = GROUP_SIZE.get(fmt)
     if group is None:
-        raise ValueError(f"unknown row format {fmt!r}; known: {', '.join(GROUP_SIZE)} (and f32 for row_bytes)")
+        raise BadCall(f"unknown row format {fmt!r}; known: {', '.join(GROUP_SIZE)} (and f32 for row_bytes)")
     if width == 0 or width % group:
-        raise ValueError(f"{fmt} needs a row width that is a positive multiple of {group}, got {width}")
+        raise BadCall(f"{fmt} needs a row width that is a positive multiple of {group}, got {width}")
     return group
