@@ -31,8 +31,8 @@ def engram_layers(
 ) -> tuple[EngramLayer, ...]:
     """The tables of all Engram layers in ascending layer order.
 
-    Primes are given out in the order layer, n-gram size, head: the next prime that is at least `vocab_size` and above the
-    previous one of this n-gram size, skipping every prime already used.
+    Primes are given out in the order layer, n-gram size, head: the next prime that is at least `vocab_size` and above
+    the previous one of this n-gram size, skipping every prime already used.
     """
     used: set[int] = set()
     layers = []

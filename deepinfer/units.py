@@ -22,7 +22,9 @@ def human_int(text: str | int) -> int:
     else:
         found = _NUMBER.fullmatch(text.strip())
         if found is None:
-            raise ValueError(f"{text!r} is not a number: write digits with an optional k, M, G or T, such as 4096 or 4k")
+            raise ValueError(
+                f"{text!r} is not a number: write digits with an optional k, M, G or T, such as 4096 or 4k"
+            )
         digits, suffix, _ = found.groups()
         whole, _, fraction = digits.partition(".")
         scaled = int(whole + fraction) << (10 * _POWER[suffix.lower()])
