@@ -1,0 +1,47 @@
+"""Step buffers, allocated once at the largest size; a step works on views of their first rows.
+
+Views are kept per row count, because making a dozen of them in each layer of each decode step costs more than the ops.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import torch
+
+_KEPT_VIEWS = 32
+
+
+class Buffers:
+    """Named buffers of [max_rows, *shape]. `rows(n)` gives a namespace of [n, *shape] views."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.max_rows, self.device = max_rows, device
+        self._whole: dict[str, torch.Tensor] = {}
+        self._views: OrderedDict[int, SimpleNamespace] = OrderedDict()
+
+    def define(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Adds a buffer; u8 pairs of quantised activations come from `define_quantised`."""
+        self._whole[name] = torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device)
+
+    def define_quantised(self, name: str, width: int) -> None:
+        """Adds fp8_32 codes `name` [width] and scales `name_scale` [width / 32]."""
+        self.define(name, (width,), torch.uint8)
+        self.define(f"{name}_scale", (width // 32,), torch.uint8)
+
+    def rows(self, count: int) -> SimpleNamespace:
+        """Views of the first `count` rows of every buffer."""
+        views = self._views.get(count)
+        if views is None:
+            views = SimpleNamespace(**{name: whole[:count] for name, whole in self._whole.items()})
+            self._views[count] = views
+            if len(self._views) > _KEPT_VIEWS:
+                self._views.popitem(last=False)
+        else:
+            self._views.move_to_end(count)
+        return views
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._whole.values())

@@ -1,0 +1,155 @@
+"""Step plans: from cumulative lengths to the arrays that every layer's ops read.
+
+`plan_step` is pure numpy, runs once a step, and its result goes to every layer. Host upper bounds are Python ints of
+StepMeta, device truth are its int32 tensors.
+
+| field | shape | meaning |
+|---|---|---|
+| cu_q | [R+1] | cumulative query tokens |
+| positions, row_to_req | [T] | absolute position and request of each token row |
+| slots | [R] | state slot of each request |
+| block_tables | [R, Bmax] | paged blocks, -1 padded |
+| window_base, window_origin, window_modulo | [R] | window row of position s is base + (s - origin) % modulo |
+| window_slots | [T] | window row that each token's key is stored to |
+| load_src, load_dst / save_src, save_dst | [n] | ring rows copied to the flat buffer before, and back after, attention |
+| ratios[r] | RatioMeta | groups that this step completes, and visible rows, for compression ratio r |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class RatioMeta:
+    """Per compression ratio: complete [G] token rows that end a group, positions [G] (first token of the group), slots [G]
+    (block * block_rows + row), visible [T] = floor((position + 1) / ratio), max_visible on the host."""
+
+    complete: Any
+    positions: Any
+    slots: Any
+    visible: Any
+    max_visible: int
+
+
+@dataclass(frozen=True)
+class StepMeta:
+    """See the module's table. `flat` tells that window rows go through a flat buffer of `flat_rows` rows in this step."""
+
+    num_rows: int
+    num_requests: int
+    flat: bool
+    flat_rows: int
+    cu_q: Any
+    positions: Any
+    row_to_req: Any
+    slots: Any
+    block_tables: Any
+    window_base: Any
+    window_origin: Any
+    window_modulo: Any
+    window_slots: Any
+    load_src: Any
+    load_dst: Any
+    save_src: Any
+    save_dst: Any
+    ratios: Mapping[int, RatioMeta] = field(default_factory=dict)
+
+    def to(self, upload: Callable[[np.ndarray], torch.Tensor]) -> StepMeta:
+        """The same plan with every array passed through `upload` (host int32 array -> device tensor)."""
+        moved = {}
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                moved[name] = upload(value)
+            elif name == "ratios":
+                moved[name] = {
+                    ratio: RatioMeta(upload(m.complete), upload(m.positions), upload(m.slots), upload(m.visible), m.max_visible)
+                    for ratio, m in value.items()
+                }
+            else:
+                moved[name] = value
+        return StepMeta(**moved)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenation of arange(start, start + length) for each pair."""
+    total = int(lengths.sum())
+    if total == 0:
+        return np.zeros(0, np.int32)
+    ends = np.cumsum(lengths)
+    return (np.arange(total) - np.repeat(ends - lengths - starts, lengths)).astype(np.int32)
+
+
+def plan_step(
+    cu_q: np.ndarray,
+    starts: np.ndarray,
+    slots: np.ndarray,
+    block_tables: np.ndarray,
+    *,
+    window: int,
+    ring_rows: int,
+    slot_rows: int,
+    ratios: tuple[int, ...],
+    block_tokens: int,
+) -> StepMeta:
+    """Plans one step of R requests.
+
+    cu_q int32 [R+1]; starts int32 [R], position of each request's first query token; slots int32 [R]; block_tables int32
+    [R, Bmax]. Rows go through the flat buffer as soon as one request brings more tokens than the ring can take before
+    they are attended; bits do not depend on it, since the flat buffer holds the ring's own bytes.
+    """
+    lengths = np.diff(cu_q)
+    num_requests, num_rows = len(lengths), int(cu_q[-1])
+    row_to_req = np.repeat(np.arange(num_requests, dtype=np.int32), lengths)
+    positions = _ranges(starts, lengths)
+    flat = bool(num_requests) and int(lengths.max()) > ring_rows - window + 1
+    ring_base = (slots * slot_rows).astype(np.int32)
+    empty = np.zeros(0, np.int32)
+    if flat:
+        history = np.minimum(starts, window - 1).astype(np.int32)
+        extent = history + lengths
+        base = (np.cumsum(extent) - extent).astype(np.int32)
+        origin, modulo = (starts - history).astype(np.int32), extent.astype(np.int32)
+        window_slots = base[row_to_req] + positions - origin[row_to_req]
+        kept = np.minimum(lengths, ring_rows)
+        load_src = np.repeat(ring_base, history) + _ranges(origin, history) % ring_rows
+        load_dst = _ranges(base, history)
+        saved = starts + lengths - kept
+        save_src = _ranges(base + saved - origin, kept)
+        save_dst = np.repeat(ring_base, kept) + _ranges(saved, kept) % ring_rows
+        flat_rows = int(extent.sum())
+    else:
+        base, origin = ring_base, np.zeros(num_requests, np.int32)
+        modulo = np.full(num_requests, ring_rows, np.int32)
+        window_slots = base[row_to_req] + positions % ring_rows
+        load_src = load_dst = save_src = save_dst = empty
+        flat_rows = 0
+    as_i32 = _as_i32
+    return StepMeta(
+        num_rows, num_requests, flat, flat_rows, as_i32(cu_q), as_i32(positions), row_to_req, as_i32(slots),
+        as_i32(block_tables), as_i32(base), as_i32(origin), as_i32(modulo), as_i32(window_slots), as_i32(load_src),
+        as_i32(load_dst), as_i32(save_src), as_i32(save_dst),
+        {ratio: _plan_ratio(ratio, positions, row_to_req, block_tables, block_tokens) for ratio in ratios},
+    )  # fmt: skip
+
+
+def _plan_ratio(
+    ratio: int, positions: np.ndarray, row_to_req: np.ndarray, block_tables: np.ndarray, block_tokens: int
+) -> RatioMeta:
+    visible = (positions + 1) // ratio
+    complete = np.nonzero((positions + 1) % ratio == 0)[0]
+    group = positions[complete] // ratio
+    block_rows = block_tokens // ratio
+    blocks = block_tables[row_to_req[complete], group // block_rows] if len(complete) else np.zeros(0, np.int32)
+    slots = np.where(blocks >= 0, blocks * block_rows + group % block_rows, -1)
+    most = int(visible.max()) if len(visible) else 0
+    return RatioMeta(_as_i32(complete), _as_i32(group * ratio), _as_i32(slots), _as_i32(visible), most)
+
+
+def _as_i32(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, dtype=np.int32)
