@@ -7,7 +7,6 @@ write and that change nothing here are listed in `HARMLESS_KEYS` and dropped. Im
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 
 from deepinfer.engram_layout import EngramLayer, engram_layers
 from deepinfer.errors import ConfigError
+from deepinfer.strict_json import parse_object
 from deepinfer.topology import LayerTopology, layer_topologies
 
 _COMMON = {"_name_or_path", "transformers_version", "use_cache", "initializer_range", "torch_dtype", "dtype"}
@@ -216,13 +216,11 @@ class ModelConfig(_Strict, kw_only=True):
         """Read `folder`/config.json. Raises ConfigError, also where the file is absent or no JSON object."""
         path = Path(folder) / "config.json"
         try:
-            content = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_no_duplicates)
+            content = parse_object(path.read_bytes())
         except OSError as error:
             raise ConfigError("", f"cannot read {path}: {error.strerror}; give the folder of a checkpoint") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ConfigError("", f"{path} is not valid JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise ConfigError("", f"{path} holds a {type(content).__name__}, not a JSON object")
         return cls.from_dict(content)
 
 
@@ -264,12 +262,3 @@ def _drop_harmless(content: Any, path: str) -> Any:
     if path == "text_config.rope_scaling" and "rope_type" not in kept and "type" in content:
         kept["rope_type"] = content["type"]
     return kept
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {twice!r} appears twice in one object")
-    return content
