@@ -8,12 +8,14 @@ and never with `.float()`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from deepinfer_hal import formats
-from deepinfer_hal.card import Case
+from deepinfer_hal.card import Case, Cost, Tolerance, default_cost, sum_tolerance
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
@@ -77,6 +79,40 @@ def write_result(
     if n:
         codes, scales = formats.quantise(value[:n], "fp8_32")
         out[:n], out_scale[:n] = codes, scales
+
+
+def check_pairs(op: str, args: Mapping[str, Any], *pairs: tuple[str, str]) -> None:
+    """Each (values, scales) pair: scales are given exactly when values are uint8. BadCall otherwise."""
+    for values, scales in pairs:
+        value, scale = args.get(values), args.get(scales)
+        coded = value is not None and value.dtype == torch.uint8
+        if coded and scale is None:
+            raise BadCall(f"{op}: {values} is uint8, so {scales} must be given")
+        if scale is not None and not coded:
+            raise BadCall(f"{op}: {scales} is given, so {values} must be uint8 codes")
+
+
+def largest(x: torch.Tensor, x_scale: torch.Tensor | None = None) -> float:
+    """Largest finite magnitude of a dense or quantised activation: the size of terms in a tolerance."""
+    if x.numel() == 0:
+        return 0.0
+    values = load_rows(x, x_scale).float()
+    return float(torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+
+
+def matmul_tolerance(args: Mapping[str, Any], name: str) -> Tolerance:
+    """Of x W^T with the arguments x, x_scale, weight and out: an FP32 sum of K products, rounded once."""
+    weight, out = args["weight"], args["out"]
+    magnitude = largest(args["x"], args["x_scale"]) * float(weight.dequantise().abs().max())
+    return sum_tolerance(torch.float32 if out.dtype == torch.uint8 else out.dtype, weight.shape[-1], magnitude)
+
+
+def matmul_cost(args: Mapping[str, Any]) -> Cost:
+    """Every argument once; 2 T N K FLOPs for T rows through each weight matrix of shape [N, K] that a row meets."""
+    weight, rows = args["weight"], args["x"].shape[0]
+    grouped = "offsets" in args
+    met = weight.shape[-2:] if grouped else weight.shape
+    return Cost(default_cost(args).bytes, 2 * rows * math.prod(met))
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
