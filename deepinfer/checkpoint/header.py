@@ -6,6 +6,7 @@ Accepted only if the tensors fill the data region without gap or overlap and eve
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
@@ -54,6 +55,7 @@ def read_header(path: str, file: str, allow_short_data: bool = False) -> ShardHe
             size = os.fstat(stream.fileno()).st_size
             length = _header_length(stream.read(8), size, file)
             raw = stream.read(length)
+            is_hole = size > 8 + length and _is_hole(stream.fileno(), 8 + length)
     except FileNotFoundError:
         raise MissingShard("no such file in the folder", file=file) from None
     except OSError as error:
@@ -70,7 +72,22 @@ def read_header(path: str, file: str, allow_short_data: bool = False) -> ShardHe
             tensor=cut.name,
             nbytes=size,
         )
+    if is_hole and not allow_short_data:
+        raise TruncatedShard(
+            "has a header, but its data is one hole: it can be planned with mode headers, not run",
+            file=file,
+            nbytes=size,
+        )
     return header
+
+
+def _is_hole(descriptor: int, start: int) -> bool:
+    """True if the file system stores nothing from `start` on. A block shared with the header counts as stored."""
+    try:
+        os.lseek(descriptor, start, os.SEEK_DATA)
+    except OSError as error:
+        return error.errno == errno.ENXIO
+    return False
 
 
 def _header_length(prefix: bytes, size: int, file: str) -> int:
