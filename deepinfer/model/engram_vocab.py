@@ -32,7 +32,10 @@ def engram_token_map(tokenizer_json_path, vocab: int) -> torch.Tensor:
 
 
 def _fold(text: str) -> str:
-    """NFKC, NFD, accents off, lower case, runs of blanks to one space, stripped; a lone space and empty results stay."""
+    """NFKC, NFD, accents off, lower case, runs of blanks to one space, stripped.
+
+    A lone space is kept; a text that folds to nothing keeps its raw spelling.
+    """
     folded = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
     folded = "".join(c for c in folded if unicodedata.category(c) != "Mn").lower()
     folded = _BLANKS.sub(" ", folded)

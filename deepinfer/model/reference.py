@@ -28,8 +28,9 @@ TRAINING_TAPS = ("index_scores", "compressed_attention")
 class Numerics:
     """Where the network rounds.
 
-    act_quant: "fp8_32" rounds the inputs of the quantised linears (2.13), "none" does not. kv: "canonical" rounds stored
-    window, compressed and index rows and the index queries; "float32" does not. dtype: of the residual streams.
+    act_quant: "fp8_32" rounds the inputs of the quantised linears (2.13), "none" does not.
+    kv: "canonical" rounds stored window, compressed and index rows and the index queries; "float32" does not.
+    dtype: of the residual streams.
     """
 
     act_quant: str = "none"
@@ -129,7 +130,14 @@ class Reference:
         return self.head(y)
 
     def forward_layer(
-        self, layer: int, streams: torch.Tensor, pre_mix: torch.Tensor, sources: Sources, ids=None, taps=None, wanted=None
+        self,
+        layer: int,
+        streams: torch.Tensor,
+        pre_mix: torch.Tensor,
+        sources: Sources,
+        ids: torch.Tensor | None = None,
+        taps: dict | None = None,
+        wanted: Collection[str] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Sources]:
         """One layer alone, on given inputs; returns streams, pre_mix and the sources that the next layer sees.
 
@@ -290,7 +298,10 @@ class Reference:
         return dataclasses.replace(sources, compressed=rows, index_keys=keys)
 
     def _pool(self, prefix, x, ratio):
-        """c_j = sum_i v_i * softmax_i(g_i) over the tokens of group j, per channel, in float32; no row for a partial group."""
+        """c_j = sum_i v_i * softmax_i(g_i) over the tokens i of group j, per channel, in float32.
+
+        A last group that is not complete gives no row.
+        """
         whole = x[:, : x.shape[1] // ratio * ratio].float()
         wkv, wgate = (self.weights[f"{prefix}.{n}.weight"].to(x.dtype).float() for n in ("wkv", "wgate"))
         v = linear(whole, wkv).unflatten(1, (-1, ratio))
@@ -323,7 +334,7 @@ class Reference:
         return dataclasses.replace(sources, select=select, candidates=candidates)
 
     def index_scores(self, layer, x, latent, keys, positions, frequencies) -> torch.Tensor:
-        """float32 [B, T, N], unmasked. A constant factor on the head weights would not change any choice; none is used."""
+        """float32 [B, T, N], unmasked. No constant factor on the head weights: it would not change any choice."""
         prefix, config = f"layers.{layer}.attn.indexer", self.config
         iq = self.linear(f"{prefix}.wq_b", self.round_input(latent))
         iq = ops.rope(iq.unflatten(-1, (config.index_n_heads, -1)), positions[:, None], frequencies)
@@ -347,14 +358,14 @@ class Reference:
         # The routing weight multiplies before the down projection and before its rounding.
         mid = (mid.unflatten(-1, (len(experts), -1)) * gates[..., None]).to(x.dtype)
         routed = linear(self.round_input(mid).flatten(-2), w2.transpose(0, 1).flatten(1))
-        shared = f"{prefix}.shared_experts"
-        mid = _swiglu(self.linear(f"{shared}.w1", x_rounded), self.linear(f"{shared}.w3", x_rounded), config.swiglu_limit)
-        return routed + self.linear(f"{shared}.w2", self.round_input(mid.to(x.dtype)))
+        gate, up = (self.linear(f"{prefix}.shared_experts.{w}", x_rounded) for w in ("w1", "w3"))
+        mid = _swiglu(gate, up, config.swiglu_limit).to(x.dtype)
+        return routed + self.linear(f"{prefix}.shared_experts.w2", self.round_input(mid))
 
     def _route(self, prefix, x, experts_per_token):
-        """Dense gates [..., E] (0 where not chosen), chosen ids and their scaled weights [..., k]; ties to the lower id.
+        """Dense gates [..., E] (0 where not chosen), chosen ids and their scaled weights [..., k].
 
-        u = sqrt(softplus(x gate^T)); the bias decides which experts, not how much of them.
+        Ties go to the lower id. u = sqrt(softplus(x gate^T)); the bias decides which experts, not how much of them.
         """
         weight = self.weights[f"{prefix}.weight"].to(x.dtype).float()
         u = softplus(linear(x.float(), weight)).sqrt()

@@ -104,7 +104,10 @@ def markov_chain(net, base_logits: torch.Tensor, gold: torch.Tensor, tokens: tor
 
 
 def confidence_logits(net, raw_hidden: torch.Tensor, markov: torch.Tensor) -> torch.Tensor:
-    """float32 [..., b]: [raw ; Markov embedding] proj^T, clamped to +-60, before the sigmoid. Reads the un-normed state."""
+    """float32 [..., b]: [raw ; Markov embedding] proj^T, clamped to +-60, before the sigmoid.
+
+    It reads the state before the final norm, as the released weights expect.
+    """
     last = f"mtp.{net.config.num_nextn_predict_layers - 1}"
     weight = net.weights[f"{last}.confidence_head.proj.weight"].float()
     joined = torch.cat((raw_hidden.float(), markov.float()), -1)

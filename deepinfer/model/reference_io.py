@@ -66,7 +66,7 @@ class ReferenceConfig:
 
     @classmethod
     def from_dict(cls, config_json: dict) -> "ReferenceConfig":
-        """From config.json's content (nested under `text_config`, or flat). Keys the network does not read are ignored."""
+        """From config.json's content (nested under `text_config`, or flat). Keys that nothing reads are ignored."""
         text = {**config_json, **config_json.get("text_config", {})}
         names = {field.name: field for field in dataclasses.fields(cls)}
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in text.items() if k in names and v is not None}

@@ -20,8 +20,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rope_frequencies(config, compressed: bool, device) -> torch.Tensor:
     """float32 [R/2] angles per position step: f_i = theta^(-2i/R), with YaRN for layers of ratio > 0.
 
-    YaRN: f' = f/factor * rho + f * (1 - rho), rho_i = clamp((i - low)/(high - low), 0, 1), low = max(floor(d(beta_fast)), 0),
-    high = min(ceil(d(beta_slow)), R - 1), d(n) = R ln(original / (2 pi n)) / (2 ln theta). No magnitude scale.
+    YaRN: f' = f/factor * rho + f * (1 - rho), rho_i = clamp((i - low)/(high - low), 0, 1),
+    low = max(floor(d(beta_fast)), 0), high = min(ceil(d(beta_slow)), R - 1),
+    d(n) = R ln(original / (2 pi n)) / (2 ln theta). No magnitude scale.
     """
     width = config.qk_rope_head_dim
     theta = config.compress_rope_theta if compressed else config.rope_theta
@@ -232,7 +233,7 @@ def _two_block_keys(kv: torch.Tensor, start: int, blocks: int, window: int) -> t
 
 
 def _band(blocks: int, window: int, start: int, device) -> torch.Tensor:
-    """bool [blocks, window, 2 * window]: query i of a block attends to key j when i < j <= i + window and the key exists."""
+    """bool [blocks, window, 2 * window]: query i attends to key j when i < j <= i + window and the key exists."""
     i = torch.arange(window, device=device)[:, None]
     j = torch.arange(2 * window, device=device)
     band = ((j > i) & (j <= i + window)).expand(blocks, -1, -1)
