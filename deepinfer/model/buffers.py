@@ -6,6 +6,7 @@ Views are kept per row count, because making a dozen of them in each layer of ea
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -20,10 +21,19 @@ class Buffers:
         self.max_rows, self.device = max_rows, device
         self._whole: dict[str, torch.Tensor] = {}
         self._views: OrderedDict[int, SimpleNamespace] = OrderedDict()
+        self._derived: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {}
+
+    def derive(self, name: str, source: str, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Adds a further view of a defined buffer, e.g. some of its columns."""
+        self._derived[name] = (source, view)
 
     def define(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Adds a buffer; u8 pairs of quantised activations come from `define_quantised`."""
         self._whole[name] = torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device)
+
+    def add(self, name: str, whole: torch.Tensor) -> None:
+        """Adds a tensor [max_rows, ...] that is already filled."""
+        self._whole[name] = whole
 
     def define_quantised(self, name: str, width: int) -> None:
         """Adds fp8_32 codes `name` [width] and scales `name_scale` [width / 32]."""
@@ -35,6 +45,8 @@ class Buffers:
         views = self._views.get(count)
         if views is None:
             views = SimpleNamespace(**{name: whole[:count] for name, whole in self._whole.items()})
+            for name, (source, view) in self._derived.items():
+                setattr(views, name, view(getattr(views, source)))
             self._views[count] = views
             if len(self._views) > _KEPT_VIEWS:
                 self._views.popitem(last=False)

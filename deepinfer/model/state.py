@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from deepinfer_hal.formats import row_bytes
 
 from deepinfer.model.numerics import Numerics
@@ -130,7 +129,7 @@ class State:
         self._index = {s.layer: self.blocks[:, s.index_offset : s.index_offset + s.index_bytes] for s in layout.sources}
 
     def ring(self, layer: int) -> torch.Tensor:
-        """Window rows seen from layer `layer` (draft blocks follow the backbone): row = slot * slot_rows + position % ring_rows."""
+        """Window rows seen from a layer (draft blocks follow the backbone): row = slot * slot_rows + position % ring_rows."""
         return self._ring[layer]
 
     def main_rows(self, layer: int) -> torch.Tensor:

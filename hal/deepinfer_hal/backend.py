@@ -69,7 +69,7 @@ class Backend:
     # -- required
 
     def probe(self) -> list[DeviceInfo]:
-        """The devices that are usable now; may import the vendor's library and raise BackendUnavailable with its error as cause."""
+        """The devices usable now; may import the vendor library and raise BackendUnavailable with its error as cause."""
         raise BackendContractError(f"backend {type(self).__name__} does not define probe()")
 
     def device(self, index: int) -> torch.device:

@@ -11,6 +11,7 @@ StepMeta, device truth are its int32 tensors.
 | block_tables | [R, Bmax] | paged blocks, -1 padded |
 | window_base, window_origin, window_modulo | [R] | window row of position s is base + (s - origin) % modulo |
 | window_slots | [T] | window row that each token's key is stored to |
+| ring_slots | [T] | ring row of each token's key, -1 for tokens that later ones of the same step overwrite |
 | load_src, load_dst / save_src, save_dst | [n] | ring rows copied to the flat buffer before, and back after, attention |
 | ratios[r] | RatioMeta | groups that this step completes, and visible rows, for compression ratio r |
 """
@@ -54,6 +55,7 @@ class StepMeta:
     window_origin: Any
     window_modulo: Any
     window_slots: Any
+    ring_slots: Any
     load_src: Any
     load_dst: Any
     save_src: Any
@@ -110,6 +112,10 @@ def plan_step(
     flat = bool(num_requests) and int(lengths.max()) > ring_rows - window + 1
     ring_base = (slots * slot_rows).astype(np.int32)
     empty = np.zeros(0, np.int32)
+    ends = starts + lengths
+    ring_slots = ring_base[row_to_req] + positions % ring_rows
+    if num_requests and int(lengths.max()) > ring_rows:
+        ring_slots = np.where(positions >= ends[row_to_req] - ring_rows, ring_slots, -1)
     if flat:
         history = np.minimum(starts, window - 1).astype(np.int32)
         extent = history + lengths
@@ -119,23 +125,24 @@ def plan_step(
         kept = np.minimum(lengths, ring_rows)
         load_src = np.repeat(ring_base, history) + _ranges(origin, history) % ring_rows
         load_dst = _ranges(base, history)
-        saved = starts + lengths - kept
+        saved = ends - kept
         save_src = _ranges(base + saved - origin, kept)
         save_dst = np.repeat(ring_base, kept) + _ranges(saved, kept) % ring_rows
         flat_rows = int(extent.sum())
     else:
         base, origin = ring_base, np.zeros(num_requests, np.int32)
         modulo = np.full(num_requests, ring_rows, np.int32)
-        window_slots = base[row_to_req] + positions % ring_rows
+        window_slots = ring_slots
         load_src = load_dst = save_src = save_dst = empty
         flat_rows = 0
-    as_i32 = _as_i32
-    return StepMeta(
-        num_rows, num_requests, flat, flat_rows, as_i32(cu_q), as_i32(positions), row_to_req, as_i32(slots),
-        as_i32(block_tables), as_i32(base), as_i32(origin), as_i32(modulo), as_i32(window_slots), as_i32(load_src),
-        as_i32(load_dst), as_i32(save_src), as_i32(save_dst),
-        {ratio: _plan_ratio(ratio, positions, row_to_req, block_tables, block_tokens) for ratio in ratios},
-    )  # fmt: skip
+    arrays = {
+        "cu_q": cu_q, "positions": positions, "row_to_req": row_to_req, "slots": slots, "block_tables": block_tables,
+        "window_base": base, "window_origin": origin, "window_modulo": modulo, "window_slots": window_slots,
+        "ring_slots": ring_slots, "load_src": load_src, "load_dst": load_dst, "save_src": save_src, "save_dst": save_dst,
+    }  # fmt: skip
+    per_ratio = {ratio: _plan_ratio(ratio, positions, row_to_req, block_tables, block_tokens) for ratio in ratios}
+    bounds = {"num_rows": num_rows, "num_requests": num_requests, "flat": flat, "flat_rows": flat_rows}
+    return StepMeta(**bounds, **{name: _as_i32(array) for name, array in arrays.items()}, ratios=per_ratio)
 
 
 def _plan_ratio(
