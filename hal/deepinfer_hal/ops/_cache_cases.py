@@ -39,6 +39,22 @@ def distinct_slots(g: torch.Generator, n: int, total: int, skip_every: int = 0) 
     return slots
 
 
+def paged_cache(
+    g: torch.Generator, lengths: list[int], format: str, width: int, params: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(block_table int32 [R, Bmax], cache): the first lengths[r] rows of each request filled, blocks shuffled."""
+    block_rows = params["block_rows"]
+    per_request = max([-(-n // block_rows) for n in lengths] + [1])
+    blocks = max(len(lengths), 1) * per_request
+    table = torch.randperm(blocks, generator=g).to(torch.int32).reshape(-1, per_request)[: len(lengths)]
+    cache = empty_cache(blocks, format, width, block_rows, gap=64)
+    for r, n in enumerate(lengths):
+        row = torch.arange(n)
+        slots = table[r].long()[row // block_rows] * block_rows + row % block_rows
+        fill_rows(g, cache, slots, format, width, block_rows)
+    return table, cache
+
+
 def rope_table(positions: int, rope_dim: int) -> torch.Tensor:
     """float32 [positions, rope_dim]: cosines, then sines."""
     frequency = 10000.0 ** (-torch.arange(0, rope_dim, 2) / rope_dim)

@@ -1,8 +1,8 @@
 """write_kv: norm, rope, quantise and store of KV rows in one op (composite).
 
-z = rms_norm(x); latent = z if asked for; cache[slots] = quantise(rope(z, positions)) (V4.1 attention, sections 2.4, 2.5 and
-2.6 of the model notes). block_rows 0 writes the window store; otherwise a paged cache, whose compressed row j has position
-j * ratio, given by the caller in `positions`.
+z = rms_norm(x); latent = z if asked for; cache[slots] = quantise(rope(z, positions)) (V4.1 attention, sections 2.4,
+2.5 and 2.6 of the model notes). block_rows 0 writes the window store; otherwise a paged cache, whose compressed row j
+has position j * ratio, given by the caller in `positions`.
 """
 
 from __future__ import annotations
