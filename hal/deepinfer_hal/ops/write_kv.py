@@ -37,7 +37,7 @@ def enumerate_cases():
     for rows in (0, 1, 3, 33):
         for form in (window, paged, index):
             yield Case("write_kv", dict(rows=rows, dtype="bf16", **form))
-    yield Case("write_kv", dict(rows=33, dtype="f32", **{**window, "format": "f32"}, padding=64, count=20, skip=3))
+    yield Case("write_kv", dict(rows=33, dtype="f32", **window, padding=64, count=20, skip=3))
     yield Case("write_kv", dict(rows=33, dtype="f32", **paged, skip=2))
 
 
@@ -94,7 +94,6 @@ CARD = register(
         reference=write_kv,
         rounding="the normed row to x's dtype; the roped row to x's dtype; then to the row format, on bits",
         tolerance=tolerance,
-        discrete=("cache",),
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,

@@ -1,0 +1,45 @@
+"""Running a card's cases on its reference, for tests of what an op computes; `harness` has the general checks."""
+
+import numpy as np
+import torch
+from deepinfer_hal.card import Case, OpCard, get_card
+from deepinfer_hal.checks import check_call
+from deepinfer_hal.weights import prepare_canonical
+
+SEED = 20
+
+
+def make(case: Case, seed: int = SEED) -> dict:
+    """Fresh arguments of one case, which pass the card's own checks."""
+    card = get_card(case.op)
+    args = card.generate(case, seed, "cpu", prepare_canonical)
+    assert tuple(args) == card.arg_names, "generate gives every argument, in the signature's order"
+    check_call(card, args)
+    return args
+
+
+def run(case: Case, seed: int = SEED) -> dict:
+    """Arguments of the case after the reference ran."""
+    args = make(case, seed)
+    get_card(case.op).reference(*args.values())
+    return args
+
+
+def assert_within(card: OpCard, args: dict, name: str, expected) -> None:
+    """Output `name` agrees with `expected` within the card's tolerance; NaN and infinities sit in the same places."""
+    actual = args[name].double().numpy()
+    expected = np.asarray(expected, dtype=np.float64)
+    tolerance = card.tolerance(args, name)
+    np.testing.assert_allclose(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol, err_msg=name)
+
+
+def count_rows(args: dict, total: int) -> int:
+    return total if args["count"] is None else int(args["count"][0])
+
+
+def is_poison(x: torch.Tensor) -> bool:
+    return bool(x.isnan().all()) if x.dtype.is_floating_point else bool((x == torch.full_like(x, _poison(x))).all())
+
+
+def _poison(x: torch.Tensor) -> int:
+    return 0xAA if x.dtype == torch.uint8 else -0x55555556
