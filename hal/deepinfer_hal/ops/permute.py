@@ -114,6 +114,7 @@ CARD = register(
         ),
         reference=permute,
         rounding="none: rows are copied",
+        invariance="a token's rows have its bits; where they lie depends on all valid tokens",
         empty="zero rows: offsets is all 0, nothing else is written",
         discrete=("out", "out_scale", "offsets", "source", "inverse"),
         check=_check,
