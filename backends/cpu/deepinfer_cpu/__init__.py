@@ -1,0 +1,1 @@
+"""The CPU backend: references everywhere, native kernels where a C++ compiler built them."""
