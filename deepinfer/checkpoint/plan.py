@@ -15,6 +15,7 @@ import msgspec
 from deepinfer_hal.weights import canonical_nbytes
 
 from deepinfer.checkpoint.tensors import DTYPE_BYTES, TensorSpec, expected_tensors
+from deepinfer.checkpoint.workspace import logits_bytes, workspace_bytes
 from deepinfer.errors import ConfigError
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.state import BLOCK_TOKENS, StateLayout, plan_state
@@ -24,6 +25,9 @@ PreparedNbytes = Callable[[str, tuple[int, ...], str], int]
 WEIGHT_GROUPS = (
     "embedding", "attention", "routed experts", "shared experts", "mHC", "Engram", "draft", "vision",
 )  # fmt: skip
+
+MIN_LOGIT_ROWS = 64
+"""Logit rows that an engine holds even for fewer sequences, so that prompt log-probabilities come in useful pieces."""
 
 _FORMAT = {"BF16": "bf16", "F32": "f32", "F8_E4M3": "fp8_block32", "I8": "fp4_row32"}
 _BLOCK_PREFIX = re.compile(r"(layers|mtp)\.[0-9]+\.")
@@ -89,10 +93,14 @@ def plan_bytes(
     num_blocks: int | None = None,
     max_backtrack: int = 6,
     ranks: int = 1,
+    with_draft: bool = False,
     numerics: Numerics | None = None,
     prepared_nbytes: PreparedNbytes | None = None,
 ) -> BytePlan:
-    """Plan one rank. num_blocks None holds max_num_seqs sequences of max_model_len tokens. Raises ConfigError."""
+    """Plan one rank. Raises ConfigError.
+
+    num_blocks: None holds max_num_seqs sequences of max_model_len tokens. with_draft: also the draft's step buffers.
+    """
     text = config.text
     for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("ep", ranks)):
         if value < 1:
@@ -115,12 +123,19 @@ def plan_bytes(
         block_bytes=layout.block_bytes,
         slot_bytes=layout.slot_bytes,
         kv_bytes_per_token=kv_bytes_per_token(layout),
-        weights=_weight_bytes(config, ranks, prepared_nbytes or _checkpoint_nbytes),
+        weights=_weight_bytes(config, ranks, numerics, prepared_nbytes or _checkpoint_nbytes),
         kv_bytes=num_blocks * layout.block_bytes,
         state_bytes=max_num_seqs * layout.slot_bytes,
         history_bytes=max_num_seqs * max_model_len * 4,
-        workspace_bytes=workspace_bytes(text, numerics, max_num_batched_tokens, max_model_len),
-        logits_bytes=max_num_seqs * text.vocab_size * 4,
+        workspace_bytes=workspace_bytes(
+            text,
+            numerics,
+            layout,
+            max(max_num_batched_tokens, max_num_seqs),
+            max_model_len + max_backtrack,
+            with_draft,
+        ),
+        logits_bytes=logits_bytes(text, numerics, max(max_num_seqs, MIN_LOGIT_ROWS)),
     )
 
 
@@ -159,57 +174,26 @@ def _join(members: list[TensorSpec], text: TextConfig) -> LogicalWeight:
     return LogicalWeight(role, group, form, (rows, columns))
 
 
-def _weight_bytes(config: ModelConfig, ranks: int, prepared_nbytes: PreparedNbytes) -> dict[str, int]:
-    """Bytes by group. Vectors, mHC parameters and vision weights are kept as stored, whatever the backend."""
+def _weight_bytes(
+    config: ModelConfig, ranks: int, numerics: Numerics, prepared_nbytes: PreparedNbytes
+) -> dict[str, int]:
+    """Bytes by group. Vectors, mHC parameters and vision weights are kept as stored, whatever the backend; those that
+    ops take as streams have the streams' type. Each draft block keeps its wkv once more, for the target's features."""
     found = dict.fromkeys(WEIGHT_GROUPS, 0)
     for weight in logical_weights(expected_tensors(config).values(), config.text):
-        as_stored = len(weight.shape) == 1 or weight.role in ("engram_gate", "mhc_fn", "vision")
-        if as_stored:
+        if weight.role in ("engram_gate", "confidence_proj"):
+            found[weight.group] += prod(weight.shape) * numerics.stream_dtype.itemsize
+        elif len(weight.shape) == 1 or weight.role in ("mhc_fn", "vision"):
             found[weight.group] += prod(weight.shape) * (4 if weight.format == "f32" else 2)
         else:
             found[weight.group] += prepared_nbytes(weight.role, weight.share(ranks), weight.format)
+    draft_wkv = prepared_nbytes("draft_wkv", (config.text.head_dim, config.text.hidden_size), "fp8_block32")
+    found["draft"] += len(config.text.draft_layers) * draft_wkv
     return {group: nbytes for group, nbytes in found.items() if nbytes}
 
 
 def _checkpoint_nbytes(role: str, shape: tuple[int, ...], format: str) -> int:
     return canonical_nbytes(format, shape)
-
-
-def workspace_bytes(text: TextConfig, numerics: Numerics, rows: int, max_model_len: int) -> int:
-    """Step buffers for `rows` token rows, and the two rotation tables over max_model_len positions.
-
-    Index scores are float32 per visible row; a step that would need more than 64 MiB of them scores its rows in pieces.
-    """
-    tables = 2 * max_model_len * text.qk_rope_head_dim * 4
-    scored = max_model_len // min((r for r in text.compress_ratios if r), default=1) if text.kv_source_layer_ids else 0
-    scores = min(rows * scored * 4, max(64 << 20, scored * 4))
-    return tables + scores + rows * _row_bytes(text, numerics)
-
-
-def _row_bytes(text: TextConfig, numerics: Numerics) -> int:
-    """Step buffers of one token row, index scores apart."""
-    wide = 2 if numerics.dtype_name == "bf16" else 4
-    hidden, streams, heads_width = text.hidden_size, text.hc_mult, text.num_attention_heads * text.head_dim
-
-    def activation(width: int) -> int:
-        """A dense activation, with its codes and scales where activations are quantised."""
-        return width * wide + (width + width // 32 if numerics.quantise_activations else 0)
-
-    residual = streams * hidden * wide + activation(hidden) + hidden * wide + 4 * (2 * streams + streams * streams)
-    attention = (text.q_lora_rank + text.head_dim) * wide + activation(text.q_lora_rank) + 2 * text.head_dim * wide
-    attention += heads_width * wide + activation(heads_width) + activation(text.o_groups * text.o_lora_rank)
-    index = text.index_n_heads * (text.index_head_dim * wide + wide) + text.index_n_heads * text.index_head_dim
-    index += 4 * (text.index_topk + text.candidate_topk_blocks)
-    compressor = 2 * text.head_dim * 4 + text.head_dim * wide
-    routed = text.num_experts_per_tok
-    moe = routed * (activation(hidden) + 2 * text.moe_intermediate_size * wide + activation(text.moe_intermediate_size))
-    moe += routed * hidden * wide + 4 * text.n_routed_experts + 12 * routed
-    shared = 2 * text.moe_intermediate_size * wide + activation(text.moe_intermediate_size) + hidden * wide
-    engram = 0
-    if text.engram_layer_ids:
-        engram = activation(text.engram_width) + (streams + 1) * hidden * wide + 8 * text.engram_width
-    draft = (len(text.dspark_target_layer_ids) + 1) * activation(hidden) if text.draft_layers else 0
-    return residual + attention + index + compressor + moe + shared + engram + draft + 64
 
 
 def disk_bytes(config: ModelConfig) -> tuple[int, int]:
