@@ -1,8 +1,8 @@
 """Refuses to import when another distribution owns the name `deepinfer`.
 
-Two distributions that install into one folder overwrite each other's files, and what runs then is a mixture of both.
-Ours is told from others by a marker in its metadata: the summary line of pyproject.toml. Only distributions whose
-metadata folder starts with the name are looked at, so that an import costs a few directory listings and no more.
+Two distributions that install into one folder overwrite each other's files, and what runs then is a mixture of both. Ours
+lists this very file among its own (RECORD in its metadata); one that is called `deepinfer` and does not is another. Only
+metadata folders that start with the name are looked at, so an import costs a few directory listings and one small file.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from __future__ import annotations
 import importlib.metadata
 from pathlib import Path
 
-OUR_SUMMARY = "DeepSeek-V4.1 inference over one hardware abstraction layer"
+_THIS_FILE = "deepinfer/_ownership.py"
 
 
 def foreign_owner(package_file: str, search_path: list[str] | None = None) -> str | None:
-    """Name and version of an installed distribution called `deepinfer` that is not ours, or None.
+    """Name and version of another distribution called `deepinfer` in the folder this package came from, or None.
 
-    `package_file` is our package's `__file__`. A foreign distribution counts only if it lists that very file among its
-    own, or lives in the folder our package was imported from: elsewhere on the path it is merely shadowed.
+    package_file: our package's `__file__`. Elsewhere on the path such a distribution is merely shadowed, and one without
+    a RECORD (a development install) proves nothing.
     """
     folder = Path(package_file).resolve().parent.parent
     where = {"path": search_path} if search_path is not None else {}
     for found in importlib.metadata.distributions(name="deepinfer", **where):
-        if found.metadata["Summary"] == OUR_SUMMARY:
+        if Path(str(found.locate_file(""))).resolve() != folder:
             continue
-        if Path(str(found.locate_file(""))).resolve() == folder:
+        record = found.read_text("RECORD")
+        if record is not None and _THIS_FILE not in record:
             return f"{found.metadata['Name']} {found.version}"
     return None
 

@@ -35,6 +35,9 @@ def find_shards(folder: Path, mode: str, problems: list[CheckpointError]) -> Sha
         return None
     try:
         index = parse_index((folder / INDEX_FILE).read_bytes())
+    except OSError as error:
+        problems.append(CheckpointError(f"cannot be read: {error.strerror}", file=INDEX_FILE))
+        return None
     except CheckpointError as error:
         problems.append(error)
         return None

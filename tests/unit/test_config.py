@@ -10,7 +10,7 @@ import pytest
 from checkpoint_edits import TINY
 from released_config import released_config
 
-from deepinfer._ownership import OUR_SUMMARY, foreign_owner
+from deepinfer._ownership import foreign_owner
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engram_layout import engram_multipliers
 from deepinfer.errors import BackendError, CheckpointError, ConfigError, DeepInferError, RequestError
@@ -279,23 +279,36 @@ def test_importing_the_package_loads_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def make_distribution(folder: Path, summary: str) -> None:
-    meta = folder / "deepinfer-9.9.dist-info"
+def make_distribution(site: Path, files: list[str]) -> str:
+    """Metadata of an installed distribution called deepinfer; returns where its package would lie."""
+    meta = site / "deepinfer-9.9.dist-info"
     meta.mkdir(parents=True)
-    (meta / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deepinfer\nVersion: 9.9\nSummary: {summary}\n")
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: deepinfer\nVersion: 9.9\n")
+    (meta / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+    return str(site / "deepinfer" / "__init__.py")
 
 
 def test_a_foreign_distribution_of_the_same_name_is_noticed(tmp_path):
-    make_distribution(tmp_path / "site", "something else")
-    ours = str(tmp_path / "site" / "deepinfer" / "__init__.py")
-    elsewhere = str(tmp_path / "checkout" / "deepinfer" / "__init__.py")
-    assert foreign_owner(ours, [str(tmp_path / "site")]) == "deepinfer 9.9"
-    assert foreign_owner(elsewhere, [str(tmp_path / "site")]) is None
+    package = make_distribution(tmp_path / "site", ["deepinfer/__init__.py", "deepinfer/server.py"])
+    shadowing = str(tmp_path / "checkout" / "deepinfer" / "__init__.py")
+    assert foreign_owner(package, [str(tmp_path / "site")]) == "deepinfer 9.9"
+    assert foreign_owner(shadowing, [str(tmp_path / "site")]) is None
 
 
 def test_our_own_distribution_is_accepted(tmp_path):
-    make_distribution(tmp_path / "site", OUR_SUMMARY)
-    assert foreign_owner(str(tmp_path / "site" / "deepinfer" / "__init__.py"), [str(tmp_path / "site")]) is None
+    package = make_distribution(tmp_path / "site", ["deepinfer/__init__.py", "deepinfer/_ownership.py"])
+    assert foreign_owner(package, [str(tmp_path / "site")]) is None
+
+
+def test_importing_beside_a_foreign_distribution_fails_with_one_sentence(tmp_path):
+    make_distribution(tmp_path, ["deepinfer/server.py"])
+    (tmp_path / "deepinfer").mkdir()
+    for name in ("__init__.py", "_ownership.py"):
+        (tmp_path / "deepinfer" / name).write_text((ROOT / "deepinfer" / name).read_text())
+    done = subprocess.run(
+        [sys.executable, "-c", "import deepinfer"], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.stderr.strip().splitlines()[-1].startswith("ImportError: another distribution (deepinfer 9.9) owns")
 
 
 def test_the_released_configuration_survives_a_round_trip_through_a_file(tmp_path):
