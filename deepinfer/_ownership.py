@@ -1,32 +1,24 @@
 """Refuses to import when another distribution owns the name `deepinfer`.
 
-Two distributions that install into one folder overwrite each other's files, and what runs then is a mixture of both. Ours
-lists this very file among its own (RECORD in its metadata); one that is called `deepinfer` and does not is another. Only
-metadata folders that start with the name are looked at, so an import costs a few directory listings and one small file.
+Two distributions that install into one folder overwrite each other's files, and what runs then is a mixture of both.
+Ours lists this very file in its RECORD; a distribution called `deepinfer` that does not is another. Only the folder that
+this package came from is looked at: elsewhere on the path a namesake is merely shadowed.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 
-_THIS_FILE = "deepinfer/_ownership.py"
 
+def foreign_owner(package_file: str) -> str | None:
+    """Name and version of another distribution called `deepinfer` beside our package, or None.
 
-def foreign_owner(package_file: str, search_path: list[str] | None = None) -> str | None:
-    """Name and version of another distribution called `deepinfer` in the folder this package came from, or None.
-
-    package_file: our package's `__file__`. Elsewhere on the path such a distribution is merely shadowed, and one without
-    a RECORD (a development install) proves nothing.
+    package_file: our package's `__file__`.
     """
     folder = Path(package_file).resolve().parent.parent
-    where = {"path": search_path} if search_path is not None else {}
-    for found in importlib.metadata.distributions(name="deepinfer", **where):
-        if Path(str(found.locate_file(""))).resolve() != folder:
-            continue
-        record = found.read_text("RECORD")
-        if record is not None and _THIS_FILE not in record:
-            return f"{found.metadata['Name']} {found.version}"
+    for record in folder.glob("deepinfer-*.dist-info/RECORD"):
+        if "deepinfer/_ownership.py" not in record.read_text(encoding="utf-8", errors="replace"):
+            return record.parent.name.removesuffix(".dist-info").replace("-", " ", 1)
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from deepinfer.checkpoint.index import INDEX_FILE, SINGLE_FILE
-from deepinfer.checkpoint.plan import BytePlan, PreparedNbytes, plan_bytes
+from deepinfer.checkpoint.plan import MIN_LOGIT_ROWS, BytePlan, PreparedNbytes, plan_bytes
 from deepinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from deepinfer.errors import CapacityError, CheckpointError, ConfigError, DeepInferError
 from deepinfer.model_config import ModelConfig
@@ -207,7 +207,7 @@ def _plan_table(plan: BytePlan, backend: str | None, device_bytes: int | None) -
         "token history", format_bytes(plan.history_bytes), f"{plan.max_num_seqs} x {plan.max_model_len} x 4 bytes"
     )
     table.add_row("workspace", format_bytes(plan.workspace_bytes), f"{plan.max_num_batched_tokens} rows a step")
-    table.add_row("logits", format_bytes(plan.logits_bytes), f"{plan.max_num_seqs} rows, float32")
+    table.add_row("logits", format_bytes(plan.logits_bytes), f"{max(plan.max_num_seqs, MIN_LOGIT_ROWS)} rows, float32")
     has = f"device has {format_bytes(device_bytes)}" if device_bytes else ""
     table.add_row("total", format_bytes(plan.total_bytes), has)
     return table
