@@ -306,6 +306,9 @@ def test_selection_never_takes_minus_infinity_or_nan():
     rows = torch.zeros(2, 4, dtype=torch.int32)
     select_topk(scores, None, 1, None, rows)
     assert rows.tolist() == [[2, 4, -1, -1], [-1] * 4]
+    few = torch.zeros(2, 2, dtype=torch.int32)
+    select_topk(scores, None, 1, None, few)
+    assert few.tolist() == [[2, 4], [-1] * 2], "NaN takes no place of a finite score"
     blocks = torch.zeros(2, 4, dtype=torch.int32)
     select_candidate_blocks(scores, torch.tensor([5, 0], dtype=torch.int32), 2, None, blocks)
     assert blocks.tolist() == [[1, 2, -1, -1], [-1] * 4]
