@@ -1,8 +1,8 @@
 """Refuses to import when another distribution owns the name `deepinfer`.
 
 Two distributions that install into one folder overwrite each other's files, and what runs then is a mixture of both.
-Ours lists this very file in its RECORD; a distribution called `deepinfer` that does not is another. Only the folder that
-this package came from is looked at: elsewhere on the path a namesake is merely shadowed.
+Ours lists this very file in its RECORD; a distribution called `deepinfer` that does not is another. Only the folder
+that this package came from is looked at: elsewhere on the path a namesake is merely shadowed.
 """
 
 from __future__ import annotations

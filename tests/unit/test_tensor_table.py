@@ -13,6 +13,7 @@ from deepinfer.model.numerics import Numerics
 from deepinfer.model_config import ModelConfig
 
 RELEASED = ModelConfig.from_dict(released_config())
+TABLE = expected_tensors(RELEASED)
 
 
 def test_the_released_model_has_its_published_totals():
@@ -20,7 +21,7 @@ def test_the_released_model_has_its_published_totals():
 
 
 def test_parameters_by_part_are_the_published_ones():
-    specs = expected_tensors(RELEASED).values()
+    specs = TABLE.values()
     counts = {}
     for spec in specs:
         if spec.dtype != "F8_E8M0":
@@ -49,7 +50,7 @@ def test_parameters_by_part_are_the_published_ones():
     ],
 )
 def test_single_tensors_have_their_released_form(name, shape, dtype):
-    spec = expected_tensors(RELEASED)[name]
+    spec = TABLE[name]
     assert (spec.shape, spec.dtype) == (shape, dtype)
 
 
@@ -65,7 +66,7 @@ def test_single_tensors_have_their_released_form(name, shape, dtype):
     ],
 )
 def test_parts_that_a_layer_does_not_own_are_not_expected(name):
-    assert name not in expected_tensors(RELEASED)
+    assert name not in TABLE
 
 
 def test_the_tiny_checkpoint_is_exactly_the_table():
@@ -94,7 +95,7 @@ def test_joined_weights_hold_every_byte_of_the_parts():
 
 
 def test_joined_weights_have_the_shapes_that_ops_see():
-    shapes = {w.role: w.shape for w in logical_weights(expected_tensors(RELEASED).values(), RELEASED.text)}
+    shapes = {w.role: w.shape for w in logical_weights(TABLE.values(), RELEASED.text)}
     assert shapes["attn_in"] == (1280 + 512, 5120)
     assert shapes["wo_a"] == (8, 1024, 4096)
     assert shapes["experts_gate_up"] == (128, 4608, 5120)
@@ -128,7 +129,7 @@ def test_ranks_divide_the_experts_and_tables_and_nothing_else():
 
 
 def test_an_uneven_share_is_rounded_up():
-    weights = logical_weights(expected_tensors(RELEASED).values(), RELEASED.text)
+    weights = logical_weights(TABLE.values(), RELEASED.text)
     experts = next(weight for weight in weights if weight.role == "experts_down")
     assert experts.share(5) == (77, 5120, 2304)
 
