@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-
 from deepinfer_hal import philox
 from deepinfer_hal.card import get_card
 from deepinfer_hal.checks import check_call

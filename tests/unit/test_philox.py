@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from deepinfer_hal import philox
 
 # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, output.
