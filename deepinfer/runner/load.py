@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from deepinfer_hal.backend import Backend
-from deepinfer_hal.dispatch import Dispatcher
+from deepinfer_hal.dispatch import Dispatcher, Observer
 from deepinfer_hal.registry import open_backend
 
 from deepinfer.checkpoint.reader import Checkpoint, open_checkpoint
@@ -74,10 +74,13 @@ class Loaded:
     network: Network
 
 
-def load(config: EngineConfig, *, with_draft: bool = False, only_reference: bool = False) -> Loaded:
+def load(
+    config: EngineConfig, *, with_draft: bool = False, only_reference: bool = False, observer: Observer | None = None
+) -> Loaded:
     """Loads a model. Raises ConfigError, CheckpointError, CapacityError, BackendUnavailable or Unsupported.
 
-    with_draft: keep what the draft block needs; only_reference: let the references serve every op.
+    with_draft: keep what the draft block needs; only_reference: let the references serve every op;
+    observer: sees every op call (see Dispatcher).
     """
     backend, index = open_backend(config.backend)
     if config.threads is not None:
@@ -92,8 +95,9 @@ def load(config: EngineConfig, *, with_draft: bool = False, only_reference: bool
     layout = plan_state(text, numerics, config.max_backtrack)
     sizes = choose_sizes(config, checkpoint, layout, backend, index)
     dispatcher = Dispatcher(
-        backend, index, config.fallback, config.batch_invariant, config.debug_checks, only_reference=only_reference
-    )
+        backend, index, config.fallback, config.batch_invariant, config.debug_checks, only_reference=only_reference,
+        observer=observer,
+    )  # fmt: skip
     device = backend.device(index)
 
     def prepare(role, canonical):

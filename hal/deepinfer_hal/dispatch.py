@@ -17,6 +17,9 @@ from deepinfer_hal.checks import check_call
 from deepinfer_hal.errors import Unsupported
 from deepinfer_hal.kernel import CallSpec, Kernel, No, reference_kernel
 
+Observer = Callable[[OpCard, Mapping[str, Any], Callable[[], None]], None]
+"""Called as observer(card, args, call) in place of a bound call, which it makes by calling `call`."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -45,7 +48,7 @@ class Dispatcher:
     batch_invariant: bool = False
     debug_checks: bool = False
     only_reference: bool = False
-    observer: Callable[[OpCard, Mapping[str, Any], Callable[[], None]], None] | None = None
+    observer: Observer | None = None
     choices: dict[tuple[str, str], Choice] = field(default_factory=dict)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
