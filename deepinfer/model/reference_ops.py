@@ -76,8 +76,8 @@ def mhc_coefficients(
     m = config.hc_mult
     flat = streams.float().flatten(-2)
     z = (flat @ fn.float().T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
-    z = z * scale.float().repeat_interleave(torch.tensor([m, m, m * m], device=scale.device), output_size=2 * m + m * m)
-    z = z + base.float()
+    scales = torch.cat([one.float().expand(count) for one, count in zip(scale, (m, m, m * m), strict=True)])
+    z = z * scales + base.float()
     pre = z[..., :m].sigmoid() + config.hc_eps
     post = 2 * z[..., m : 2 * m].sigmoid()
     return pre, post, sinkhorn(z[..., 2 * m :].unflatten(-1, (m, m)), config.hc_sinkhorn_iters, config.hc_eps)
@@ -105,10 +105,11 @@ def index_scores(queries: torch.Tensor, head_weights: torch.Tensor, keys: torch.
 
     queries [B, T, Hi, d], head_weights [B, T, Hi], keys [B, N, d].
     """
-    keys = keys.float().transpose(-1, -2)[:, None]
+    keys = keys.float().transpose(-1, -2)
     chunks = []
     for q, w in zip(queries.float().split(QUERY_CHUNK, 1), head_weights.float().split(QUERY_CHUNK, 1), strict=True):
-        chunks.append((w[..., None, :] @ (q @ keys).relu()).squeeze(-2))
+        products = (q.flatten(1, 2) @ keys).relu().unflatten(1, q.shape[1:3])
+        chunks.append((w[..., None, :] @ products).squeeze(-2))
     return torch.cat(chunks, 1)
 
 
