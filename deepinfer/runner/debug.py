@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -79,10 +82,39 @@ class DebugSession:
             blocks[row, : len(found)] = found.int()
         return blocks
 
+    @contextlib.contextmanager
+    def selections(self, rows: dict[int, torch.Tensor]) -> Iterator[None]:
+        """Inside, index sources use these compressed rows (layer -> int32 [T, k] over the whole sequence) in place of their own.
+
+        For comparisons with an implementation that breaks exact score ties differently.
+        """
+        attention = self.network.attention
+        select = attention._select
+
+        def given(block, topology, meta, ratio, views, *rest):
+            select(block, topology, meta, ratio, views, *rest)
+            if topology.layer in rows:
+                views.selected.copy_(rows[topology.layer][meta.positions.long()])
+
+        attention._select = given
+        try:
+            yield
+        finally:
+            del attention._select
+
     def run(self, token_ids: np.ndarray, chunk: int | None = None) -> None:
         """Runs a whole sequence, filling every cache, draft rings included."""
         for _ in self.runner.prefill(self.runner.check_ids(token_ids), chunk):
             pass
+
+    def store_features(self, features: torch.Tensor) -> None:
+        """Fills the draft rings from given target features [T, targets * H] of positions 0..T-1, without the backbone."""
+        runner, zero = self.runner, np.zeros(1, np.int32)
+        blocks = np.zeros((1, -(-len(features) // BLOCK_TOKENS)), np.int32)
+        meta = runner.plan(np.array([0, len(features)], np.int32), zero, zero, blocks)
+        views = self.network.buffers.rows(len(features))
+        views.features.copy_(features)
+        self.network.draft.store_main(meta, views)
 
     def draft(self, position: int, gold: int) -> DraftResult:
         """The draft block after `position` given the next token, on the caches that `run` left."""
