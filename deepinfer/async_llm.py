@@ -13,21 +13,18 @@ from typing import Any, Literal
 from deepinfer.config import EngineConfig
 from deepinfer.engine.build import build_engine
 from deepinfer.engine.loop import EngineCore
-from deepinfer.errors import DeepInferError, RequestError
+from deepinfer.errors import EngineStopped, RequestError
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.sampling_params import SamplingParams
 
 OutputKind = Literal["cumulative", "delta", "final"]
 
 
-class EngineStopped(DeepInferError, RuntimeError):
-    """The engine was shut down, or its thread died; the cause is kept."""
-
-
 @dataclass
 class _Stream:
     """Where the engine's thread delivers a request's outputs, or the exception that ended it."""
 
+    request_id: str
     loop: asyncio.AbstractEventLoop
     inbox: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
 
@@ -56,6 +53,7 @@ class AsyncLLM:
     def _attach(self, engine: EngineCore) -> None:
         self.engine, self._count = engine, 0
         self._streams: dict[str, _Stream] = {}
+        self._keys: dict[str, str] = {}
         self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._lock, self._stopped = threading.Lock(), False
         self._cause: BaseException | None = None
@@ -78,8 +76,8 @@ class AsyncLLM:
         """
         if output_kind not in ("cumulative", "delta", "final"):
             raise RequestError("output_kind", output_kind, "must be cumulative, delta or final")
-        name, stream = self._open(request_id, asyncio.get_running_loop())
-        arguments = (name, prompt, sampling_params, priority, output_kind != "final")
+        key, stream = self._open(request_id, asyncio.get_running_loop())
+        arguments = (key, prompt, sampling_params, priority, output_kind != "final")
         self._commands.put(("add", arguments))
         whole: RequestOutput | None = None
         finished = False
@@ -89,18 +87,21 @@ class AsyncLLM:
                 if isinstance(item, Exception):
                     finished = True
                     raise item
-                finished = item.finished
+                finished, item.request_id = item.finished, stream.request_id
                 if output_kind == "cumulative":
                     item = whole = _joined(whole, item)
                 yield item
         finally:
-            self._streams.pop(name, None)
+            self._close(key, stream)
             if not finished:
-                self._commands.put(("abort", name))
+                self._commands.put(("abort", key))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream gets a last output with finish_reason "abort"."""
-        self._commands.put(("abort", request_id))
+        """Ends a request; its stream gets a last output with finish_reason "abort". An unknown id is no error."""
+        with self._lock:
+            key = self._keys.get(request_id)
+        if key is not None:
+            self._commands.put(("abort", key))
 
     def shutdown(self, timeout: float | None = 30.0) -> None:
         """Stops the engine; open streams end with EngineStopped. May be called twice, from any thread."""
@@ -111,15 +112,21 @@ class AsyncLLM:
             self._thread.join(timeout)
 
     def _open(self, request_id: str | None, loop: asyncio.AbstractEventLoop) -> tuple[str, _Stream]:
+        """A stream and the engine's own key for it: an id may be used again at once, a key never is."""
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine has stopped; make a new AsyncLLM") from self._cause
-            if request_id is None:
-                request_id, self._count = f"auto-{self._count}", self._count + 1
-            if request_id in self._streams:
-                raise RequestError("request_id", request_id, "is in use by a request that has not finished")
-            self._streams[request_id] = stream = _Stream(loop)
-        return request_id, stream
+            key, self._count = str(self._count), self._count + 1
+            name = f"request-{key}" if request_id is None else request_id
+            if name in self._keys:
+                raise RequestError("request_id", name, "is in use by a request that has not finished")
+            self._keys[name], self._streams[key] = key, _Stream(name, loop)
+            return key, self._streams[key]
+
+    def _close(self, key: str, stream: _Stream) -> None:
+        with self._lock:
+            self._streams.pop(key, None)
+            self._keys.pop(stream.request_id, None)
 
     def _work(self) -> None:
         """The engine's thread: takes commands, steps while there is work, sleeps in the queue when there is none."""
@@ -134,9 +141,9 @@ class AsyncLLM:
         with self._lock:
             self._stopped = True
             streams = list(self._streams.values())
-        for name in list(self.engine.requests):
+        for key in list(self.engine.requests):
             with contextlib.suppress(Exception):
-                self.engine.abort(name)
+                self.engine.abort(key)
         for stream in streams:
             stream.deliver(error)
 
@@ -158,11 +165,11 @@ class AsyncLLM:
             else:
                 self._add(*argument)
 
-    def _add(self, name: str, prompt: Any, params: SamplingParams | None, priority: int, stream: bool) -> None:
+    def _add(self, key: str, prompt: Any, params: SamplingParams | None, priority: int, stream: bool) -> None:
         try:
-            self.engine.add_request(name, prompt, params, priority=priority, stream=stream)
+            self.engine.add_request(key, prompt, params, priority=priority, stream=stream)
         except Exception as error:  # whatever is wrong with this request is its own
-            found = self._streams.get(name)
+            found = self._streams.get(key)
             if found is not None:
                 found.deliver(error)
 

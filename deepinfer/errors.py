@@ -44,6 +44,10 @@ class RequestError(DeepInferError, ValueError):
         super().__init__(f"{param}={_shorten(value)}: {message}")
 
 
+class EngineStopped(DeepInferError, RuntimeError):
+    """The engine was shut down, or its thread died; then `__cause__` says why."""
+
+
 class CheckpointError(DeepInferError):
     """One thing wrong with a checkpoint. `file`, `tensor` and `nbytes` say where, or are None where they do not apply.
 
@@ -137,6 +141,7 @@ __all__ = [
     "ConfigError",
     "DeepInferError",
     "DuplicateTensor",
+    "EngineStopped",
     "MissingFile",
     "MissingShard",
     "MissingTensor",

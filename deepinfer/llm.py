@@ -69,7 +69,6 @@ class LLM:
             for name, prompt, one in zip(names, many, params, strict=True):
                 try:
                     self.engine.add_request(name, prompt, one)
-                    self._arrived[name] = deque()
                 except RequestError as error:
                     outputs[name] = _refused(name, prompt, error)
             self._run(names, outputs, use_tqdm and not self.config.disable_progress)
@@ -82,34 +81,12 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Outputs of one prompt as its tokens arrive, each with what is new; closing the iterator ends the request.
 
-        Raises RequestError at once for a bad prompt; a later failure is the last output's `error`.
+        The first step of the iterator queues the request, and raises RequestError if it is bad; a later failure is the
+        last output's `error`. Several streams may be open at a time.
         """
         name = self._name()
         self.engine.add_request(name, prompt, sampling_params, stream=True)
-        self._arrived[name] = deque()
-        return self._deltas(name)
-
-    def score(self, token_ids: str | Sequence[int] | np.ndarray) -> np.ndarray:
-        """float32 [T, V]: log-probabilities of the next token after each position. Raises RequestError.
-
-        Text is encoded as a prompt is. Needs the engine for itself: no stream may be open.
-        """
-        if self.engine.has_unfinished:
-            raise RequestError("token_ids", "...", "score needs an idle engine: finish or close open streams first")
-        _, ids = parse_prompt(token_ids, self.tokenizer, self.engine.runner.vocab_size)
-        return self.engine.runner.score(ids)
-
-    def _name(self) -> str:
-        self._count += 1
-        return str(self._count - 1)
-
-    def _step(self) -> None:
-        for output in self.engine.step():
-            if output.request_id in self._arrived:
-                self._arrived[output.request_id].append(output)
-
-    def _deltas(self, name: str) -> Iterator[RequestOutput]:
-        inbox = self._arrived[name]
+        inbox = self._arrived[name] = deque()
         try:
             while True:
                 while not inbox:
@@ -121,14 +98,33 @@ class LLM:
         finally:
             self._forget([name])
 
+    def score(self, token_ids: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        """float32 [T, V]: log-probabilities of the next token after each position. Raises RequestError.
+
+        Text is encoded as a prompt is. Needs the engine for itself: no stream may be open.
+        """
+        if self.engine.requests:
+            raise RequestError("token_ids", "...", "score needs an idle engine: finish or close open streams first")
+        _, ids = parse_prompt(token_ids, self.tokenizer, self.engine.runner.vocab_size)
+        self.engine.settle_in_flight()
+        return self.engine.runner.score(ids)
+
+    def _name(self) -> str:
+        self._count += 1
+        return str(self._count - 1)
+
+    def _step(self) -> list[RequestOutput]:
+        """One step; what belongs to an open stream goes there, the rest comes back."""
+        others = []
+        for output in self.engine.step():
+            inbox = self._arrived.get(output.request_id)
+            others.append(output) if inbox is None else inbox.append(output)
+        return others
+
     def _run(self, names: Sequence[str], outputs: dict[str, RequestOutput], show: bool) -> None:
-        waiting = [name for name in names if name not in outputs]
-        with _Progress(len(names), len(outputs), show) as progress:
-            while waiting:
-                self._step()
-                for name in [n for n in waiting if self._arrived[n]]:
-                    outputs[name] = self._arrived[name].popleft()
-                    waiting.remove(name)
+        with _Progress(len(names), len(outputs), self.engine.generated_tokens, show) as progress:
+            while len(outputs) < len(names):
+                outputs.update((output.request_id, output) for output in self._step())
                 progress.update(len(outputs), self.engine.generated_tokens)
 
     def _forget(self, names: Sequence[str]) -> None:
@@ -140,8 +136,10 @@ class LLM:
 class _Progress:
     """Prompts done and tokens per second on stderr."""
 
-    def __init__(self, total: int, done: int, show: bool) -> None:
-        self._bar, self._task, self._last, self._start, self._tokens = None, None, 0.0, time.monotonic(), None
+    def __init__(self, total: int, done: int, tokens: int, show: bool) -> None:
+        """done: prompts that need no work; tokens: what the engine had generated before."""
+        self._bar, self._task, self._tokens = None, None, tokens
+        self._start = self._last = time.monotonic()
         if show and total:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -162,11 +160,8 @@ class _Progress:
             self._bar.stop()
 
     def update(self, done: int, tokens: int) -> None:
-        """tokens: all that the engine has generated; the first call sets the zero."""
         if self._bar is None:
             return
-        if self._tokens is None:
-            self._tokens = tokens
         now = time.monotonic()
         speed = (tokens - self._tokens) / max(now - self._start, 1e-6)
         self._bar.update(self._task, completed=done, speed=speed)

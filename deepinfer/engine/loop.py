@@ -107,7 +107,8 @@ class EngineCore:
 
     def step_overlapped(self) -> list[RequestOutput]:
         """Launches the next step before it settles the one in flight."""
-        before, self._in_flight = self._in_flight, self._launch(self.scheduler.plan())
+        launched = self._launch(self.scheduler.plan())
+        before, self._in_flight = self._in_flight, launched
         self._settle(before)
         return self._outputs()
 
@@ -117,8 +118,15 @@ class EngineCore:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished")
         self.scheduler.check_integrity()
 
+    def settle_in_flight(self) -> None:
+        """Settles a step that was launched ahead for sequences that have ended since."""
+        before, self._in_flight = self._in_flight, None
+        self._settle(before)
+
     def _launch(self, plan: StepPlan | None) -> tuple[StepPlan, Any] | None:
         if plan is None:
+            if self._in_flight is None:
+                self._end_stalled()
             return None
         try:
             return plan, self.runner.launch(plan)
@@ -190,6 +198,12 @@ class EngineCore:
         if self.tokenizer is None or not self.tokenizer.is_valid(token):
             return None
         return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def _end_stalled(self) -> None:
+        """With nothing in flight and nothing to run, what remains would wait forever: a fault, reported as one."""
+        for request in self.requests.values():
+            self._touched[request.id] = request
+            self._end(request, "error", "the scheduler found nothing to run: this is a fault of the engine")
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         message = str(error) if isinstance(error, DeepInferError) else f"{type(error).__name__}: {error}"

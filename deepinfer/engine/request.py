@@ -39,6 +39,7 @@ class Request:
         self.error: str | None = None
         wanted = params.prompt_logprobs is not None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if wanted else None
+        self._prompt_list = prompt_ids.tolist()
         self.metrics = RequestMetrics(arrival_time, prompt_tokens=len(prompt_ids))
         seeds = [seed] if params.n == 1 else [choice_seed(seed, i) for i in range(params.n)]
         self.sequences = [Sequence(self, i, signed_seed(s)) for i, s in enumerate(seeds)]
@@ -52,7 +53,7 @@ class Request:
         return RequestOutput(
             self.id,
             self.prompt,
-            self.prompt_ids.tolist(),
+            self._prompt_list,
             [sequence.output(self.stream) for sequence in self.sequences],
             self.finished,
             self.error,

@@ -33,7 +33,7 @@ class FakeResult:
 
 @dataclass
 class FakeRunner:
-    """choose(history, seed) overrides the next token; flag(sequence) is its NaN flag; hooks before launch and settle."""
+    """choose(history, seed) overrides the next token; flag(sequence, position) is its NaN flag."""
 
     num_blocks: int = 64
     num_slots: int = 8
@@ -69,7 +69,9 @@ class FakeRunner:
                 pick = self.choose or (lambda past, seed: next_token(past, self.vocab_size, seed))
                 tokens[row] = pick(past, seed)
         self.history[slots, plan.positions_out] = tokens
-        flags = np.array([bool(self.flag and self.flag(s)) for s in plan.sampled], np.uint8)
+        flags = np.zeros(len(slots), np.uint8)
+        if self.flag:
+            flags[:] = [self.flag(s, int(p)) for s, p in zip(plan.sampled, plan.positions_out, strict=True)]
         return FakeResult(tokens, flags, self._logprobs(plan, tokens), self._prompt_logprobs(plan))
 
     def settle(self, handle):
