@@ -108,11 +108,12 @@ def matmul_tolerance(args: Mapping[str, Any], name: str) -> Tolerance:
 
 
 def matmul_cost(args: Mapping[str, Any]) -> Cost:
-    """Every argument once; 2 T N K FLOPs for T rows through each weight matrix of shape [N, K] that a row meets."""
-    weight, rows = args["weight"], args["x"].shape[0]
-    grouped = "offsets" in args
-    met = weight.shape[-2:] if grouped else weight.shape
-    return Cost(default_cost(args).bytes, 2 * rows * math.prod(met))
+    """Every argument once, but only the experts that have rows; 2 T N K FLOPs for T rows through each matrix [N, K] they meet."""
+    weight, rows, total = args["weight"], args["x"].shape[0], default_cost(args).bytes
+    if "offsets" not in args:
+        return Cost(total, 2 * rows * math.prod(weight.shape))
+    idle = int((args["offsets"].diff() == 0).sum())
+    return Cost(total - weight.nbytes * idle // weight.shape[0], 2 * rows * math.prod(weight.shape[-2:]))
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from deepinfer_hal.card import Case, OpCard, inout, register, tensor
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import generator, poisoned
+from deepinfer_hal.ops._cost import touching
 
 
 def advance_step(tokens, slots, positions, history) -> None:
@@ -54,5 +55,6 @@ CARD = register(
         discrete=("history",),
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(history=lambda args: 4 * args["tokens"].shape[0]),
     )
 )

@@ -14,6 +14,7 @@ from deepinfer_hal.card import Case, OpCard, inout, out, register, scalar, sum_t
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import dtype_of, generator, poisoned, wide
+from deepinfer_hal.ops._cost import touching
 
 
 def compress_kv(value, gate, positions, row_to_req, cu_q, state_slots, complete, ratio, carry, out) -> None:
@@ -133,5 +134,6 @@ CARD = register(
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(carry=lambda args: 2 * 4 * args["state_slots"].shape[0] * args["carry"].shape[1:].numel()),
     )
 )

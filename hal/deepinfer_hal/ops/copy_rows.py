@@ -12,6 +12,7 @@ from deepinfer_hal.card import Case, OpCard, inout, register, tensor
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import generator, poisoned
+from deepinfer_hal.ops._cost import touching
 
 
 def copy_rows(src, src_rows, dst_rows, dst) -> None:
@@ -69,6 +70,11 @@ def check(args) -> None:
         raise BadCall(f"copy_rows: src and dst rows must have one size, got {src} and {dst} bytes")
 
 
+def _copied_bytes(args) -> int:
+    """What is read of the source, and written of the destination."""
+    return args["src_rows"].shape[0] * args["src"].shape[1]
+
+
 CARD = register(
     OpCard(
         name="copy_rows",
@@ -85,5 +91,6 @@ CARD = register(
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(src=_copied_bytes, dst=_copied_bytes),
     )
 )

@@ -11,6 +11,7 @@ import torch
 
 from deepinfer_hal.card import COUNT, Case, OpCard, out, register, tensor, weight
 from deepinfer_hal.ops import _common as c
+from deepinfer_hal.ops._cost import touching, weight_rows_bytes
 from deepinfer_hal.weights import WeightHandle
 
 
@@ -61,5 +62,6 @@ CARD = register(
         rounding="the stored value, rounded once to out's dtype",
         enumerate_cases=_cases,
         generate=_generate,
+        cost=touching(table=lambda args: weight_rows_bytes(args["table"], args["ids"].shape[0])),
     )
 )

@@ -13,6 +13,7 @@ import torch
 from deepinfer_hal.card import COUNT, Case, OpCard, out, register, scalar, tensor
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.ops import _common as c
+from deepinfer_hal.ops._cost import touching
 
 
 def engram_hash(
@@ -117,5 +118,6 @@ CARD = register(
         check=_check,
         enumerate_cases=_cases,
         generate=_generate,
+        cost=touching(token_map=lambda args: 4 * args["ngrams"].numel()),
     )
 )

@@ -13,6 +13,7 @@ from deepinfer_hal import formats
 from deepinfer_hal.card import COUNT, Case, OpCard, out, register, tensor, weight
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.ops import _common as c
+from deepinfer_hal.ops._cost import touching, weight_rows_bytes
 from deepinfer_hal.weights import WeightHandle
 
 ZERO_SCALE = 127
@@ -96,5 +97,6 @@ CARD = register(
         check=_check,
         enumerate_cases=_cases,
         generate=_generate,
+        cost=touching(table=lambda args: weight_rows_bytes(args["table"], args["rows"].numel())),
     )
 )

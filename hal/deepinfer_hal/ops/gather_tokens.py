@@ -11,6 +11,7 @@ import torch
 from deepinfer_hal.card import COUNT, Case, OpCard, out, register, tensor
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import count_tensor, generator, poisoned, valid_rows
+from deepinfer_hal.ops._cost import touching
 
 
 def gather_tokens(history, slots, row_to_req, positions, count, ids, ngrams) -> None:
@@ -74,5 +75,6 @@ CARD = register(
         discrete=("ids", "ngrams"),
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(history=lambda args: 4 * (args["ids"] if args["ngrams"] is None else args["ngrams"]).numel()),
     )
 )

@@ -14,6 +14,7 @@ import torch
 
 from deepinfer_hal.card import COUNT, Case, OpCard, Tolerance, out, register, scalar, sum_tolerance, tensor
 from deepinfer_hal.ops import _common as c
+from deepinfer_hal.ops._cost import mixing_cost
 from deepinfer_hal.ops.stream_collapse import stream_collapse
 
 
@@ -130,5 +131,6 @@ CARD = register(
         tolerance=_tolerance,
         enumerate_cases=_cases,
         generate=_generate,
+        cost=mixing_cost,
     )
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from deepinfer_hal.card import Case, OpCard, out, register, scalar, sum_tolerance, tensor
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import dtype_of, generator, poisoned
-from deepinfer_hal.row_layout import check_cache, read_rows
+from deepinfer_hal.ops._cost import touching
+from deepinfer_hal.row_layout import block_bytes, check_cache, read_rows
 
 
 def load_kv(cache, slots, format, block_rows, out) -> None:
@@ -68,5 +69,6 @@ CARD = register(
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(cache=lambda args: args["slots"].shape[0] * block_bytes(args["format"], args["out"].shape[1], 1)),
     )
 )

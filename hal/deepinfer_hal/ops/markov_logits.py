@@ -9,6 +9,7 @@ import torch
 
 from deepinfer_hal.card import Case, OpCard, Tolerance, out, register, sum_tolerance, tensor, weight
 from deepinfer_hal.ops._common import generator, integers, normal, poisoned, weight_rows, weight_values, wide
+from deepinfer_hal.ops._cost import touching, weight_rows_bytes
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
 
@@ -70,5 +71,6 @@ CARD = register(
         tolerance=_tolerance,
         enumerate_cases=_cases,
         generate=_generate,
+        cost=touching(embed=lambda args: weight_rows_bytes(args["embed"], args["prev"].shape[0])),
     )
 )

@@ -6,6 +6,7 @@ import torch
 
 from deepinfer_hal.card import Case, OpCard, inout, register, sum_tolerance, tensor
 from deepinfer_hal.ops._common import wide
+from deepinfer_hal.ops._cost import touching
 from deepinfer_hal.ops._sampling import random_logits
 
 
@@ -131,5 +132,6 @@ CARD = register(
         tolerance=lambda args, name: sum_tolerance(torch.float32, 8, 8.0),
         enumerate_cases=_cases,
         generate=_generate,
+        cost=touching(history=lambda args: 4 * int(args["length"].sum())),
     )
 )

@@ -129,9 +129,13 @@ def _tolerance(args: dict[str, Any], name: str) -> Tolerance:
 
 
 def _cost(args: dict[str, Any]) -> Cost:
+    """As many experts read as the rows can choose at most, everything else once."""
     rows, hidden = args["x"].shape
+    experts = args["bias"].shape[0]
+    idle = max(experts - rows * args["k"], 0)
+    unread = idle * (args["gate_up"].nbytes + args["down"].nbytes) // max(experts, 1)
     routed = 6 * args["k"] * args["down"].shape[2] + 6 * args["shared_down"].shape[1] + 2 * args["gate"].shape[0]
-    return Cost(default_cost(args).bytes, rows * hidden * routed)
+    return Cost(default_cost(args).bytes - unread, rows * hidden * routed)
 
 
 CARD = register(

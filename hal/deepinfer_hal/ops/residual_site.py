@@ -13,6 +13,7 @@ import torch
 from deepinfer_hal.card import COUNT, Case, OpCard, Tolerance, inout, out, register, scalar, tensor
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.ops import _common as c
+from deepinfer_hal.ops._cost import mixing_cost
 from deepinfer_hal.ops.hyper_connection_post import hyper_connection_post
 from deepinfer_hal.ops.hyper_connection_pre import hyper_connection_pre
 from deepinfer_hal.ops.rms_norm import rms_norm
@@ -150,6 +151,7 @@ CARD = register(
         check=_check,
         enumerate_cases=_cases,
         generate=_generate,
+        cost=mixing_cost,
         decomposition=("hyper_connection_post", "hyper_connection_pre", "rms_norm"),
     )
 )

@@ -135,13 +135,14 @@ def tolerance(args, name):
 
 
 def cost(args) -> Cost:
-    """Each request's visible keys read once; a product of d per head, row and key."""
+    """Each request's visible keys read once; a product of d per head, row and visible key."""
     rows, heads, width = args["q"].shape
     width = width if args["q_scale"] is None else 2 * width
-    columns = args["scores"].shape[1]
+    seen = args["visible"].clamp(max=args["scores"].shape[1])
+    longest = [int(seen[args["row_to_req"] == r].max()) for r in torch.unique(args["row_to_req"][:rows])]
     ends = args["q"].numel() * args["q"].element_size() + 4 * args["scores"].numel()
-    keys = args["block_table"].shape[0] * columns * block_bytes(args["format"], width, 1)
-    return Cost(ends + keys, rows * heads * columns * (2 * width + 3))
+    keys = sum(longest) * block_bytes(args["format"], width, 1)
+    return Cost(ends + keys, int(seen.sum()) * heads * (2 * width + 3))
 
 
 def check(args) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepinfer_hal.card import OpCard, inout, register, tensor
+from deepinfer_hal.ops._cost import touching
 from deepinfer_hal.ops.copy_rows import copy_where_valid, generate_pairs, pair_cases
 
 
@@ -30,5 +31,6 @@ CARD = register(
         discrete=("state",),
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(state=lambda args: 2 * args["src"].shape[0] * args["state"].shape[1]),
     )
 )

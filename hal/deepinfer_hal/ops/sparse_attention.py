@@ -143,13 +143,23 @@ def tolerance(args, name):
 
 
 def cost(args) -> Cost:
-    """Every key of every row read once in its stored form; two products of D per head and key."""
-    t, heads, width = args["q"].shape
-    k = 0 if args["rows"] is None else args["rows"].shape[1]
-    per_row = args["window_tokens"] * block_bytes(args["window_format"], width, 1)
-    per_row += k * block_bytes(args["compressed_format"], width, 1)
-    ends = 2 * args["q"].numel() * args["q"].element_size()
-    return Cost(ends + t * per_row, 4 * t * heads * width * (args["window_tokens"] + k))
+    """Every distinct stored key of a request read once; two products of D per head and key that a row has."""
+    heads, width = args["q"].shape[1:]
+    live = (args["row_to_req"] >= 0) & (args["positions"] >= 0)
+    request, last = args["row_to_req"][live].long(), args["positions"][live].long()
+    first = torch.maximum((last - args["window_tokens"] + 1).clamp_min(0), args["window_origin"].long()[request])
+    keys = int((last - first + 1).sum())
+    distinct = int(torch.unique(request * (1 << 32) + last).numel())
+    for r in torch.unique(request):
+        distinct += int(last[request == r].min() - first[request == r].min())
+    stored = distinct * block_bytes(args["window_format"], width, 1)
+    if args["rows"] is not None:
+        row = args["rows"][live].long()
+        chosen = row >= 0
+        keys += int(chosen.sum())
+        distinct = torch.unique((request[:, None] * (1 << 32) + row)[chosen]).numel()
+        stored += distinct * block_bytes(args["compressed_format"], width, 1)
+    return Cost(2 * args["q"].numel() * args["q"].element_size() + stored, 4 * heads * width * keys)
 
 
 def check(args) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from deepinfer_hal.card import COUNT, Case, OpCard, inout, register, scalar, tensor
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import count_tensor, generator
+from deepinfer_hal.ops._cost import rope_rows_bytes, stored_rows_bytes, touching
 from deepinfer_hal.ops.write_kv import generate_norm_rope, tolerance, write_kv
 from deepinfer_hal.row_layout import check_cache
 
@@ -60,6 +61,7 @@ CARD = register(
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(cache=stored_rows_bytes, table=rope_rows_bytes),
         decomposition=("write_kv",),
     )
 )

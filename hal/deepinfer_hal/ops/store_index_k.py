@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from deepinfer_hal.card import OpCard, register
 from deepinfer_hal.ops._common import valid_rows
+from deepinfer_hal.ops._cost import stored_rows_bytes, touching
 from deepinfer_hal.ops.store_compressed_kv import PAGED_STORE_SIGNATURE, enumerate_paged_cases, generate
 from deepinfer_hal.row_layout import check_cache, write_rows
 
@@ -38,5 +39,6 @@ CARD = register(
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(cache=stored_rows_bytes),
     )
 )

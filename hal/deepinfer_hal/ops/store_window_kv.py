@@ -9,6 +9,7 @@ from __future__ import annotations
 from deepinfer_hal.card import COUNT, Case, OpCard, inout, register, scalar, tensor
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import count_tensor, generator, valid_rows
+from deepinfer_hal.ops._cost import stored_rows_bytes, touching
 from deepinfer_hal.row_layout import check_cache, write_rows
 
 
@@ -60,5 +61,6 @@ CARD = register(
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(cache=stored_rows_bytes),
     )
 )

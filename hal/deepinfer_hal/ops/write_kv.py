@@ -12,6 +12,7 @@ import torch
 from deepinfer_hal.card import COUNT, Case, OpCard, inout, out, register, scalar, sum_tolerance, tensor
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import count_tensor, dtype_of, generator, poisoned, valid_rows
+from deepinfer_hal.ops._cost import rope_rows_bytes, stored_rows_bytes, touching
 from deepinfer_hal.ops.rms_norm import rms_norm
 from deepinfer_hal.ops.rope import rope
 from deepinfer_hal.row_layout import check_cache, write_rows
@@ -97,6 +98,7 @@ CARD = register(
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,
+        cost=touching(cache=stored_rows_bytes, table=rope_rows_bytes),
         decomposition=("rms_norm", "rope", "store_window_kv", "store_compressed_kv", "store_index_k"),
     )
 )
