@@ -31,8 +31,8 @@ DI_INLINE vf decode_e4m3(const uint8_t* p) {
   vf normal = float_of(shift_left<20>(magnitude) + splat_i(120 << 23));
   vf subnormal = to_float(magnitude) * splat(0.001953125f);
   vf value = less_select(magnitude, splat_i(8), subnormal, normal);
-  value = less_select(splat_i(0x7E), magnitude, float_of(splat_i(0x7FC00000)), value);
-  return float_of(bits_of(value) | shift_left<24>(code & splat_i(0x80)));
+  value = float_of(bits_of(value) | shift_left<24>(code & splat_i(0x80)));
+  return less_select(splat_i(0x7E), magnitude, float_of(splat_i(0x7FC00000)), value);
 }
 
 DI_INLINE float decode_e4m3(uint8_t code) {
