@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
+from deepinfer.errors import CapacityError
+
 _KEPT_VIEWS = 32
 
 
@@ -26,14 +28,16 @@ class Buffers:
     def derive(self, name: str, source: str, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Adds a further view of a defined buffer, e.g. some of its columns."""
         self._derived[name] = (source, view)
+        self._views.clear()
 
     def define(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Adds a buffer; u8 pairs of quantised activations come from `define_quantised`."""
-        self._whole[name] = torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device)
+        self.add(name, torch.zeros(self.max_rows, *shape, dtype=dtype, device=self.device))
 
     def add(self, name: str, whole: torch.Tensor) -> None:
         """Adds a tensor [max_rows, ...] that is already filled."""
         self._whole[name] = whole
+        self._views.clear()
 
     def define_quantised(self, name: str, width: int) -> None:
         """Adds fp8_32 codes `name` [width] and scales `name_scale` [width / 32]."""
@@ -41,9 +45,11 @@ class Buffers:
         self.define(f"{name}_scale", (width // 32,), torch.uint8)
 
     def rows(self, count: int) -> SimpleNamespace:
-        """Views of the first `count` rows of every buffer."""
+        """Views of the first `count` rows of every buffer. CapacityError where they have fewer."""
         views = self._views.get(count)
         if views is None:
+            if count > self.max_rows:
+                raise CapacityError(f"a step of {count} rows exceeds the {self.max_rows} that its buffers were made for")
             views = SimpleNamespace(**{name: whole[:count] for name, whole in self._whole.items()})
             for name, (source, view) in self._derived.items():
                 setattr(views, name, view(getattr(views, source)))

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle, concatenate
+
+from deepinfer.errors import ConfigError
 
 Read = Callable[[str], torch.Tensor]
 """name -> raw tensor: uint8 for FP8, FP4 and scales, bfloat16 or float32 otherwise."""
@@ -127,7 +128,8 @@ class WeightLoader:
         self.read, self.prepare, self.device, self.stream_dtype = read, prepare, device, stream_dtype
 
     def vector(self, name: str) -> torch.Tensor:
-        return self.read(name).to(self.device)
+        """A copy, because a kept view would hold its whole shard."""
+        return self.read(name).to(self.device, copy=True)
 
     def plain(self, role: str, *names: str) -> WeightHandle:
         """A BF16 or F32 matrix, several joined along N."""
@@ -141,9 +143,14 @@ class WeightLoader:
         return self.prepare(role, concatenate(parts))
 
     def grouped_fp8(self, role: str, name: str, groups: int) -> WeightHandle:
-        """[G * N, K] on disk as [G, N, K]; a scale block that spans groups is repeated for each."""
+        """[G * N, K] on disk as [G, N, K]; a scale block that spans groups is repeated for each.
+
+        ConfigError when a group would begin inside a block and reach into the next: its own blocks would be others.
+        """
         values, scales = self.read(f"{name}.weight"), self.read(f"{name}.scale")
         rows = values.shape[0] // groups
+        if rows % 32 and 32 % rows:
+            raise ConfigError("text_config.o_lora_rank", f"{rows} rows a group neither fill nor divide scale blocks of 32 rows")
         blocks = max(rows // 32, 1)
         first = torch.arange(groups) * rows // 32
         index = first[:, None] + torch.arange(blocks)[None, :]
@@ -265,13 +272,14 @@ def _bytes(packed: torch.Tensor) -> torch.Tensor:
 
 def tracked_weight_bytes(weights: Any) -> int:
     """Bytes held by the handles and tensors of a (nested) weights dataclass, each storage once."""
-    seen: dict[int, int] = {}
+    seen: dict[tuple[str, int], int] = {}
 
     def visit(value: Any) -> None:
         if isinstance(value, WeightHandle):
-            seen[id(value)] = value.nbytes
+            seen["handle", id(value)] = value.nbytes
         elif isinstance(value, torch.Tensor):
-            seen[value.untyped_storage().data_ptr() if value.numel() else id(value)] = value.untyped_storage().nbytes()
+            storage = value.untyped_storage()
+            seen["storage", storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, (list, tuple)):
             for item in value:
                 visit(item)

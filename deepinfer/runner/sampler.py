@@ -33,7 +33,6 @@ class Sampler:
         self._mask = dispatcher.bind("mask_logits")
         self._sample = dispatcher.bind("sample", "target")
         self._top = dispatcher.bind("top_logprobs")
-        self._logits = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
 
     def __call__(
         self, step: SampledStep, logits: torch.Tensor, batch: Any, slots: torch.Tensor, positions: torch.Tensor,

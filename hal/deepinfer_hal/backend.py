@@ -7,6 +7,7 @@ error that lists every mistake.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,8 +110,9 @@ class Backend:
     # -- optional: memory, streams, time
 
     def memory_info(self, index: int) -> MemoryInfo:
-        """(optional) Free and total bytes; default: torch.accelerator's when there is one, else zeros (unknown)."""
-        return MemoryInfo(0, 0)
+        """(optional) Free and total bytes; default: torch.accelerator's on its devices, else zeros (unknown)."""
+        device = self.device(index)
+        return MemoryInfo(*torch.accelerator.get_memory_info(device)) if _is_accelerator(device) else MemoryInfo(0, 0)
 
     def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """(optional) Host memory fit for asynchronous copies; default: ordinary host memory."""
@@ -121,19 +123,29 @@ class Backend:
         dst.copy_(src, non_blocking=True)
 
     def stream(self, index: int) -> Any:
-        """(optional) A new stream; default: None, everything is in order."""
-        return None
+        """(optional) A new stream; default: torch.Stream on an accelerator, else None, everything is in order."""
+        device = self.device(index)
+        return torch.Stream(device) if _is_accelerator(device) else None
 
     def event(self, index: int) -> Any:
-        """(optional) A new event; default: None, nothing to wait for on a synchronous device."""
-        return None
+        """(optional) A new event; default: torch.Event on an accelerator, else None, there is nothing to wait for."""
+        device = self.device(index)
+        return torch.Event(device) if _is_accelerator(device) else None
 
     def timer(self, index: int) -> Callable[[], float]:
-        """(optional) Clock in seconds that includes the device's work; default: the host's clock."""
-        return time.perf_counter
+        """(optional) Clock in seconds that includes the device's work; default: the host's, read after `synchronize`."""
+
+        def clock() -> float:
+            self.synchronize(index)
+            return time.perf_counter()
+
+        return clock
 
     def synchronize(self, index: int) -> None:
-        """(optional) Waits for the device; default: nothing, launches are synchronous."""
+        """(optional) Waits for the device; default: torch.accelerator's on its devices, else nothing."""
+        device = self.device(index)
+        if _is_accelerator(device):
+            torch.accelerator.synchronize(device)
 
     @contextlib.contextmanager
     def sync_guard(self, index: int) -> Iterator[None]:
@@ -165,30 +177,70 @@ class Backend:
         super().__init_subclass__(**kwargs)
         mistakes = _contract_mistakes(cls)
         if mistakes:
-            raise BackendContractError(f"backend class {cls.__name__} breaks the contract: " + "; ".join(mistakes))
+            raise BackendContractError(f"backend class {cls.__name__} breaks the contract:", tuple(mistakes))
 
 
 def _contract_mistakes(cls: type[Backend]) -> list[str]:
-    mistakes = []
-    if not cls.name:
-        mistakes.append("class attribute `name` is empty")
-    if not cls.hal_min <= HAL_VERSION <= cls.hal_max:
-        mistakes.append(f"written for HAL {cls.hal_min}..{cls.hal_max}, this is {HAL_VERSION}")
+    """Every way in which the class, with what it mixes in, is no backend."""
+    mistakes = _attribute_mistakes(cls)
     for required in ("probe", "device", "capabilities"):
         if getattr(cls, required) is getattr(Backend, required):
             mistakes.append(f"{required}() is required and missing")
-    for name, value in vars(cls).items():
-        if name.startswith("_"):
-            continue
-        base = inspect.getattr_static(Backend, name, None)
-        if base is None:
-            mistakes.append(f"unknown public name {name!r} (prefix helpers with an underscore)")
-        elif callable(value) and not isinstance(value, type) and inspect.isfunction(base):
-            wanted = [p.name for p in inspect.signature(base).parameters.values()]
-            found = [p.name for p in inspect.signature(value).parameters.values()]
-            if wanted != found:
-                mistakes.append(f"{name}({', '.join(found)}) must be {name}({', '.join(wanted)})")
+    checked: set[str] = set()
+    for owner in (one for one in cls.__mro__ if one not in Backend.__mro__):
+        for name, value in vars(owner).items():
+            if not name.startswith("_") and name not in checked:
+                checked.add(name)
+                mistakes += _override_mistakes(name, value)
     return mistakes
+
+
+def _attribute_mistakes(cls: type[Backend]) -> list[str]:
+    if not isinstance(cls.name, str) or not cls.name:
+        return [f"class attribute `name` must be the backend's name, it is {cls.name!r}"]
+    bounds = {"hal_min": cls.hal_min, "hal_max": cls.hal_max}
+    wrong = [
+        f"class attribute `{key}` must be (major, minor), it is {value!r}"
+        for key, value in bounds.items()
+        if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, int) for part in value))
+    ]
+    if not wrong and not cls.hal_min <= HAL_VERSION <= cls.hal_max:
+        low, high, this = (".".join(map(str, version)) for version in (cls.hal_min, cls.hal_max, HAL_VERSION))
+        wrong.append(f"written for HAL {low} to {high}, this is {this}")
+    return wrong
+
+
+def _override_mistakes(name: str, value: Any) -> list[str]:
+    base = inspect.getattr_static(Backend, name, None)
+    if base is None and name not in Backend.__annotations__:
+        near = difflib.get_close_matches(name, [one for one in vars(Backend) if not one.startswith("_")], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return [f"unknown public name {name!r} ({hint}prefix helpers with an underscore)"]
+    if not inspect.isfunction(base):
+        return []
+    wanted = inspect.signature(base)
+    if not inspect.isfunction(value):
+        return [f"{name} must be a method {name}{_spell(wanted)}, it is a {type(value).__name__}"]
+    found = inspect.signature(value)
+    if _shape(found) != _shape(wanted):
+        return [f"{name}{_spell(found)} must be {name}{_spell(wanted)}"]
+    return []
+
+
+def _shape(signature: inspect.Signature) -> list[tuple[str, Any]]:
+    return [(parameter.name, parameter.kind) for parameter in signature.parameters.values()]
+
+
+def _spell(signature: inspect.Signature) -> str:
+    """Parameters without their annotations: what has to agree."""
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def _is_accelerator(device: torch.device) -> bool:
+    """Whether torch.accelerator speaks for this device."""
+    current = torch.accelerator.current_accelerator()
+    return current is not None and current.type == device.type
 
 
 def _to(canonical: CanonicalWeight, device: torch.device) -> CanonicalWeight:

@@ -7,6 +7,7 @@ benchmarks are made from it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -119,12 +120,13 @@ class Cost:
     flops: int = 0
 
 
-def default_cost(args: Mapping[str, Any]) -> Cost:
-    """Bytes of every tensor and weight argument, once (twice for updated ones); no FLOPs counted."""
+def default_cost(args: Mapping[str, Any], updated: tuple[str, ...] = ()) -> Cost:
+    """Bytes of every tensor and weight argument, once, and twice for `updated` ones; no FLOPs counted."""
     total = 0
-    for value in args.values():
+    for name, value in args.items():
+        times = 2 if name in updated else 1
         if isinstance(value, torch.Tensor):
-            total += value.numel() * value.element_size()
+            total += times * value.numel() * value.element_size()
         elif hasattr(value, "nbytes") and hasattr(value, "role"):
             total += value.nbytes
     return Cost(total)
@@ -136,7 +138,11 @@ class OpCard:
 
     tolerance(args, name) gives the Tolerance of output `name` for a call; discrete outputs are compared exactly, except
     where a decision lies within tolerance of its boundary. generate(case, seed, device, prepare) returns the arguments
-    by name, outputs allocated; `prepare(role, canonical)` makes a WeightHandle.
+    by name, outputs allocated; `prepare(role, canonical)` makes a WeightHandle. cost defaults to `default_cost`, with what
+    the signature says is updated in place counted twice.
+
+    A composite (decomposition is not empty) calls other cards. Its reference takes them as the keyword `parts`, an object
+    with one callable per op of the decomposition, so that a backend with kernels for the parts alone serves it too.
     """
 
     name: str
@@ -153,9 +159,14 @@ class OpCard:
     check: Callable[[Mapping[str, Any]], None] | None = None
     enumerate_cases: Callable[[], Iterable[Case]] = lambda: ()
     generate: Callable[..., dict[str, Any]] | None = None
-    cost: Callable[[Mapping[str, Any]], Cost] = default_cost
+    cost: Callable[[Mapping[str, Any]], Cost] | None = None
     workspace_nbytes: Callable[[Mapping[str, int]], int] = lambda bounds: 0
     decomposition: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.cost is None:
+            updated = tuple(arg.name for arg in self.signature if arg.kind == "inout")
+            object.__setattr__(self, "cost", functools.partial(default_cost, updated=updated))
 
     @property
     def arg_names(self) -> tuple[str, ...]:

@@ -1,24 +1,29 @@
 """Chooses one kernel per bound op, once at load, and hands out the bound call.
 
-The backend's declared priority decides, ties go to the first offered; the choice is frozen, printable and part of every
+Candidates are the backend's kernels for the op and, for a composite, its parts bound one by one. The declared priority
+decides, ties go to the larger card and then to the first offered; the choice is frozen, printable and part of every
 report. A fall to the reference is counted and shown; with fallback="forbid" it is an error.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from deepinfer_hal.backend import Backend
-from deepinfer_hal.card import OpCard, get_card
+from deepinfer_hal.card import OpCard, all_cards, get_card
 from deepinfer_hal.checks import check_call
-from deepinfer_hal.errors import Unsupported
-from deepinfer_hal.kernel import CallSpec, Kernel, No, reference_kernel
+from deepinfer_hal.errors import BackendContractError, BadCall, Unsupported
+from deepinfer_hal.kernel import INVARIANCE, CallSpec, Kernel, No, Yes, reference_kernel
 
 Observer = Callable[[OpCard, Mapping[str, Any], Callable[[], None]], None]
 """Called as observer(card, args, call) in place of a bound call, which it makes by calling `call`."""
+
+FALLBACKS = ("allow", "forbid")
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,19 @@ class Choice:
     invariant: str
     refused: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        where = f"{self.op}[{self.role}]" if self.role else self.op
+        why = f"; refused: {'; '.join(self.refused)}" if self.refused else ""
+        return f"{where}: {self.symbol} by {self.provider}, batch invariance {self.invariant}{why}"
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A kernel that may serve, and the ops for which it falls to references."""
+
+    kernel: Kernel
+    falls: tuple[str, ...] = ()
+
 
 @dataclass
 class Dispatcher:
@@ -40,6 +58,8 @@ class Dispatcher:
     fallback: "allow" | "forbid". batch_invariant: only kernels that state invariant="yes" may serve, else Unsupported
     names the op. debug_checks: every call is checked against its card. observer: called as observer(card, args, call) in
     place of each call, for profiles and traces.
+
+    Raises BackendContractError, listing every mistake, when the backend's kernels are not what they say.
     """
 
     backend: Backend
@@ -53,49 +73,103 @@ class Dispatcher:
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        if self.fallback not in FALLBACKS:
+            raise BadCall(f"fallback must be {' or '.join(FALLBACKS)}, got {self.fallback!r}")
         self._offers: dict[str, list[Kernel]] = {}
-        for kernel in () if self.only_reference else self.backend.kernels(self.index):
+        kernels = () if self.only_reference else tuple(self.backend.kernels(self.index))
+        mistakes = tuple(one for kernel in kernels for one in _kernel_mistakes(kernel))
+        if mistakes:
+            raise BackendContractError(f"backend {self.backend.name!r} offers kernels that break the contract:", mistakes)
+        for kernel in kernels:
             self._offers.setdefault(kernel.op, []).append(kernel)
 
     def bind(self, op: str, role: str = "", **statics: Any) -> Callable[..., None]:
         """The call of op `op` for `role` (e.g. "wq_b"), given what is known statically (dtypes, sizes, formats).
 
         Returns a callable that takes the card's arguments in order. Raises Unsupported, naming op and reasons, when no
-        kernel may serve it.
+        kernel may serve it, and BadCall when the role is bound already to another kernel.
         """
         card = get_card(op)
-        kernel, refused = self._choose(card, CallSpec(op, statics, self.batch_invariant))
-        self.choices[op, role] = Choice(op, role, kernel.provider, kernel.symbol, kernel.invariant, tuple(refused))
+        chosen, refused = self._choose(card, CallSpec(op, statics, self.batch_invariant))
+        kernel = chosen.kernel
+        choice = Choice(op, role, kernel.provider, kernel.symbol, kernel.invariant, tuple(refused))
+        frozen = self.choices.setdefault((op, role), choice)
+        if (frozen.provider, frozen.symbol) != (choice.provider, choice.symbol):
+            raise BadCall(f"{op}: role {role!r} is bound to {frozen.symbol} already; give calls that need {choice.symbol} another role")
+        self.fallbacks.update(chosen.falls)
         call = kernel.fn
-        if kernel.provider == "reference":
-            self.fallbacks[op] += 1
         if self.debug_checks:
             call = _checked(card, call)
         if self.observer is not None:
             call = _observed(card, call, self)
         return call
 
-    def _choose(self, card: OpCard, spec: CallSpec) -> tuple[Kernel, list[str]]:
+    def _choose(self, card: OpCard, spec: CallSpec) -> tuple[_Candidate, list[str]]:
         refused: list[str] = []
-        offers = sorted(self._offers.get(card.name, ()), key=lambda kernel: -kernel.priority)
+        offers = [_Candidate(kernel) for kernel in self._offers.get(card.name, ())]
+        if card.decomposition and (parts := self._from_parts(card, refused)):
+            offers.append(parts)
+        offers.sort(key=lambda offer: -offer.kernel.priority)
         if self.fallback == "allow" or self.only_reference:
-            offers = [*offers, reference_kernel(card)]
-        for kernel in offers:
+            offers.append(_Candidate(reference_kernel(card), (card.name,)))
+        for offer in offers:
+            kernel = offer.kernel
             answer = kernel.supports(spec)
             if isinstance(answer, No):
                 refused.append(f"{kernel.symbol}: {answer.reason}")
+            elif not isinstance(answer, Yes):
+                raise BackendContractError(f"{kernel.symbol}: supports() must answer Yes or No, got {answer!r}")
             elif self.batch_invariant and kernel.invariant != "yes":
                 refused.append(f"{kernel.symbol}: batch invariance is {kernel.invariant!r}")
             else:
-                return kernel, refused
+                return offer, refused
         if self.fallback == "forbid" and not self.only_reference:
             refused.append("the reference is not allowed to serve (fallback is forbidden)")
         mode = " in batch-invariant mode" if self.batch_invariant else ""
         raise Unsupported(f"no kernel of backend {self.backend.name!r} serves op {card.name!r}{mode}: " + "; ".join(refused))
 
+    def _from_parts(self, card: OpCard, refused: list[str]) -> _Candidate | None:
+        """A composite's default decomposition over the backend's kernels; None where it has none for any part.
+
+        Its priority is the lowest of those kernels, its batch invariance that of the weakest part.
+        """
+        parts: dict[str, _Candidate] = {}
+        for op in card.decomposition:
+            try:
+                parts[op] = self._choose(get_card(op), CallSpec(op, {}, self.batch_invariant))[0]
+            except Unsupported as error:
+                if any(self._offers.get(one) for one in card.decomposition):
+                    refused.append(f"{card.name} from its parts: {error}")
+                return None
+        kernels = {op: part.kernel for op, part in parts.items()}
+        native = [kernel for kernel in kernels.values() if kernel.provider != "reference"]
+        if not native:
+            return None
+        calls = {op: _checked(get_card(op), k.fn) if self.debug_checks else k.fn for op, k in kernels.items()}
+        whole = Kernel(
+            card.name,
+            "+".join(sorted({kernel.provider for kernel in native})),
+            functools.partial(card.reference, parts=SimpleNamespace(**calls)),
+            f"{card.name}({', '.join(kernel.symbol for kernel in kernels.values())})",
+            max((kernel.invariant for kernel in kernels.values()), key=INVARIANCE.index),
+            priority=min(kernel.priority for kernel in native),
+        )
+        return _Candidate(whole, tuple(op for part in parts.values() for op in part.falls))
+
     def table(self) -> list[Choice]:
-        """All choices made so far, by op and role."""
+        """All choices made so far, by op and role; each prints as a sentence."""
         return [self.choices[key] for key in sorted(self.choices)]
+
+
+def _kernel_mistakes(kernel: Kernel) -> list[str]:
+    mistakes = []
+    if kernel.op not in all_cards():
+        mistakes.append(f"{kernel.symbol}: no op card is named {kernel.op!r}")
+    if kernel.invariant not in INVARIANCE:
+        mistakes.append(f"{kernel.symbol}: invariant must be one of {', '.join(INVARIANCE)}, got {kernel.invariant!r}")
+    if kernel.provider == "reference":
+        mistakes.append(f"{kernel.symbol}: the provider name 'reference' is that of the cards")
+    return mistakes
 
 
 def _checked(card: OpCard, call: Callable[..., None]) -> Callable[..., None]:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+INVARIANCE = ("yes", "unknown", "no")
+"""What a kernel may state of its batch invariance, strongest first."""
+
+
 @dataclass(frozen=True)
 class Yes:
     """The kernel serves the call."""
@@ -23,7 +27,9 @@ class No:
 class CallSpec:
     """What is known of a call when it is bound: the op, static sizes, dtypes and formats, never token counts.
 
-    statics: e.g. {"x": "u8", "out": "bf16", "N": 5120, "K": 1280, "format": "fp8_32"}.
+    statics: e.g. {"x": "u8", "out": "bf16", "N": 5120, "K": 1280, "format": "fp8_32"}. A name may be absent: a caller need
+    not know all, and a part of a composite is bound knowing none. A kernel answers Yes only if it serves every call that
+    the statics leave open.
     """
 
     op: str

@@ -45,10 +45,31 @@ def load_backend(name: str) -> Backend:
     except DeepInferError:
         raise
     except Exception as error:
-        raise BackendUnavailable(f"backend {name!r} cannot be imported: {error}") from error
+        raise BackendUnavailable(f"backend {name!r} cannot be imported: {_spell(error)}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Backend)):
         raise BackendUnavailable(f"entry point {entries[name].value} of backend {name!r} is no Backend class")
-    return loaded()
+    if loaded.name != name:
+        raise BackendUnavailable(f"entry point {name!r} gives a backend that calls itself {loaded.name!r}; they must be one name")
+    try:
+        return loaded()
+    except DeepInferError:
+        raise
+    except Exception as error:
+        raise BackendUnavailable(f"backend {name!r} cannot be started: {_spell(error)}") from error
+
+
+def probe_backend(backend: Backend) -> tuple[DeviceInfo, ...]:
+    """The backend's devices; BackendUnavailable with the vendor's error as cause when it cannot say."""
+    try:
+        return tuple(backend.probe())
+    except DeepInferError:
+        raise
+    except Exception as error:
+        raise BackendUnavailable(f"backend {backend.name!r} cannot find its devices: {_spell(error)}") from error
+
+
+def _spell(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def list_backends() -> list[Found]:
@@ -57,8 +78,8 @@ def list_backends() -> list[Found]:
     for name in backend_names():
         try:
             backend = load_backend(name)
-            result.append(Found(name, backend, tuple(backend.probe())))
-        except Exception as error:
+            result.append(Found(name, backend, probe_backend(backend)))
+        except DeepInferError as error:
             result.append(Found(name, None, (), str(error)))
     return result
 
@@ -75,11 +96,11 @@ def open_backend(spec: str) -> tuple[Backend, int]:
                 return found.backend, found.devices[0].index
             reasons.append(f"{found.name}: {found.error or 'no device'}")
         raise BackendUnavailable("no backend has a usable device (" + "; ".join(reasons) + ")")
-    name, _, suffix = spec.partition(":")
-    if suffix and not suffix.isdigit():
+    name, colon, suffix = spec.partition(":")
+    if colon and not (suffix.isascii() and suffix.isdecimal()):
         raise BackendUnavailable(f"device index {suffix!r} in {spec!r} is no number; write for example {name}:0")
     backend = load_backend(name)
-    devices = backend.probe()
+    devices = probe_backend(backend)
     index = int(suffix) if suffix else (devices[0].index if devices else 0)
     if index not in [device.index for device in devices]:
         raise BackendUnavailable(f"backend {name!r} has no device {index}; it has {[d.index for d in devices] or 'none'}")

@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepinfer_hal.errors import BadCall
+
 
 @dataclass(frozen=True)
 class RatioMeta:
@@ -103,9 +105,10 @@ def plan_step(
 
     cu_q int32 [R+1]; starts int32 [R], position of each request's first query token; slots int32 [R]; block_tables int32
     [R, Bmax]. Rows go through the flat buffer as soon as one request brings more tokens than the ring can take before
-    they are attended; bits do not depend on it, since the flat buffer holds the ring's own bytes.
+    they are attended; bits do not depend on it, since the flat buffer holds the ring's own bytes. Raises BadCall for
+    lengths, starts or block tables that are no step.
     """
-    lengths = np.diff(cu_q)
+    lengths = _checked_lengths(cu_q, starts, slots, block_tables)
     num_requests, num_rows = len(lengths), int(cu_q[-1])
     row_to_req = np.repeat(np.arange(num_requests, dtype=np.int32), lengths)
     positions = _ranges(starts, lengths)
@@ -120,7 +123,7 @@ def plan_step(
         history = np.minimum(starts, window - 1).astype(np.int32)
         extent = history + lengths
         base = (np.cumsum(extent) - extent).astype(np.int32)
-        origin, modulo = (starts - history).astype(np.int32), extent.astype(np.int32)
+        origin, modulo = (starts - history).astype(np.int32), np.maximum(extent, 1).astype(np.int32)
         window_slots = base[row_to_req] + positions - origin[row_to_req]
         kept = np.minimum(lengths, ring_rows)
         load_src = np.repeat(ring_base, history) + _ranges(origin, history) % ring_rows
@@ -145,6 +148,21 @@ def plan_step(
     return StepMeta(**bounds, **{name: _as_i32(array) for name, array in arrays.items()}, ratios=per_ratio)
 
 
+def _checked_lengths(cu_q: np.ndarray, starts: np.ndarray, slots: np.ndarray, block_tables: np.ndarray) -> np.ndarray:
+    lengths = np.diff(cu_q)
+    requests = len(lengths)
+    if len(cu_q) == 0 or cu_q[0] != 0 or (requests and lengths.min() < 0):
+        raise BadCall(f"plan_step: cu_q must begin with 0 and never fall, got {list(cu_q)}")
+    if not len(starts) == len(slots) == len(block_tables) == requests:
+        raise BadCall(
+            f"plan_step: cu_q tells of {requests} requests; starts has {len(starts)}, slots {len(slots)}, block_tables "
+            f"{len(block_tables)}"
+        )
+    if requests and (starts.min() < 0 or slots.min() < 0):
+        raise BadCall("plan_step: starts and slots must not be negative")
+    return lengths
+
+
 def _plan_ratio(
     ratio: int, positions: np.ndarray, row_to_req: np.ndarray, block_tables: np.ndarray, block_tokens: int
 ) -> RatioMeta:
@@ -152,6 +170,11 @@ def _plan_ratio(
     complete = np.nonzero((positions + 1) % ratio == 0)[0]
     group = positions[complete] // ratio
     block_rows = block_tokens // ratio
+    if len(group) and int(group.max()) // block_rows >= block_tables.shape[1]:
+        raise BadCall(
+            f"plan_step: position {int(positions[complete].max())} needs block {int(group.max()) // block_rows}, but block_tables "
+            f"has {block_tables.shape[1]} columns"
+        )
     blocks = block_tables[row_to_req[complete], group // block_rows] if len(complete) else np.zeros(0, np.int32)
     slots = np.where(blocks >= 0, blocks * block_rows + group % block_rows, -1)
     most = int(visible.max()) if len(visible) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,14 @@ class CanonicalWeight:
             raise BadCall(f"weight format {self.format!r} is not one of {', '.join(FORMATS)}")
         if (self.scales is None) != (self.format in ("bf16", "f32")):
             raise BadCall(f"weight format {self.format} {'takes no' if self.scales is not None else 'needs'} scales")
+        dense = {"bf16": torch.bfloat16, "f32": torch.float32}.get(self.format)
+        for name, stored in (("values", self.values), ("scales", self.scales)):
+            if stored is not None and (stored.dtype != dense if dense else stored.element_size() != 1):
+                wanted = str(dense).removeprefix("torch.") if dense else "bytes"
+                raise BadCall(f"weight format {self.format} keeps {name} as {wanted}, got {stored.dtype}")
+        if self.scales is not None and tuple(self.scales.shape) != scale_shape(self.format, self.shape):
+            wanted = list(scale_shape(self.format, self.shape))
+            raise BadCall(f"{self.format} weight {list(self.shape)} needs scales {wanted}, got {list(self.scales.shape)}")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,17 +61,32 @@ class CanonicalWeight:
         if self.values.dim() == 2:
             return decode(self.values, self.scales)
         flat = [decode(v, s) for v, s in zip(self.values, self.scales, strict=True)]
-        return torch.stack(flat) if flat else torch.zeros(self.shape)
+        return torch.stack(flat) if flat else torch.zeros(self.shape, device=self.values.device)
+
+
+def scale_shape(format: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a quantised weight of logical `shape` [..., N, K]; BadCall where K cannot be scaled."""
+    *lead, rows, columns = shape
+    if format == "fp8_block32":
+        return (*lead, -(-rows // 32), -(-columns // 32))
+    if columns % 32:
+        raise BadCall(f"weight format {format} needs K divisible by 32, got {columns}")
+    return (*lead, rows, columns // 32)
 
 
 def concatenate(parts: Sequence[CanonicalWeight]) -> CanonicalWeight:
     """Parts stacked along N (dim -2); all of one format and, for fp8_block32, of N divisible by 32 but for the last."""
+    if not parts:
+        raise BadCall("cannot join no weights into one role")
     first = parts[0]
     if len(parts) == 1:
         return first
     kinds = {p.format for p in parts}
     if len(kinds) > 1:
         raise BadCall(f"cannot join weights of formats {', '.join(sorted(kinds))} into one role")
+    for part in parts[1:]:
+        if (*part.shape[:-2], part.shape[-1]) != (*first.shape[:-2], first.shape[-1]):
+            raise BadCall(f"cannot join weights of shapes {list(first.shape)} and {list(part.shape)}: they may differ in N alone")
     if first.format == "fp8_block32":
         for part in parts[:-1]:
             if part.values.shape[-2] % 32:
@@ -115,17 +139,10 @@ def prepare_canonical(role: str, canonical: CanonicalWeight) -> WeightHandle:
 
 
 def canonical_nbytes(format: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a weight of logical `shape` in a checkpoint format."""
-    *lead, n, k = shape if len(shape) > 1 else (1, *shape)
-    many = 1
-    for size in lead:
-        many *= size
-    blocks = -(-n // 32) * -(-k // 32)
-    per = {
-        "bf16": 2 * n * k,
-        "f32": 4 * n * k,
-        "fp8_block32": n * k + blocks,
-        "fp4_row32": n * k // 2 + n * (k // 32),
-        "fp8_row32": n * k + n * (k // 32),
-    }
-    return many * per[format]
+    """Bytes of a weight of logical `shape` in a checkpoint format. BadCall for an unknown format."""
+    if format not in FORMATS:
+        raise BadCall(f"weight format {format!r} is not one of {', '.join(FORMATS)}")
+    values = math.prod(shape)
+    if format in ("bf16", "f32"):
+        return values * (2 if format == "bf16" else 4)
+    return values // (2 if format == "fp4_row32" else 1) + math.prod(scale_shape(format, shape))

@@ -6,6 +6,7 @@ expert's linear, swiglu_quantise, linear, and unpermute. An override must keep i
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from deepinfer_hal.ops.route_topk import route_topk
 from deepinfer_hal.ops.swiglu_quantise import swiglu_quantise
 from deepinfer_hal.ops.unpermute import unpermute
 from deepinfer_hal.weights import WeightHandle
+
+_REFERENCES = SimpleNamespace(
+    linear=linear, route_topk=route_topk, permute=permute, grouped_gemm=grouped_gemm, swiglu_quantise=swiglu_quantise,
+    unpermute=unpermute,
+)  # fmt: skip
 
 
 def moe_layer(
@@ -37,6 +43,8 @@ def moe_layer(
     count: torch.Tensor | None,
     out: torch.Tensor,
     counts: torch.Tensor,
+    *,
+    parts: Any = _REFERENCES,
 ) -> None:
     """x [T, H] (+ x_codes [T, H], x_scales [T, H/32]) -> out [T, H], counts i32 [E] (choices per expert).
 
@@ -47,8 +55,8 @@ def moe_layer(
     new, stream = x.new_empty, out.dtype
     logits = new((n, experts), dtype=c.work_dtype(x))
     ids, weights = new((n, k), dtype=torch.int32), new((n, k), dtype=c.work_dtype(x))
-    linear(x[:n], None, gate, None, logits)
-    route_topk(logits, bias, k, scaling, None, None, ids, weights, counts)
+    parts.linear(x[:n], None, gate, None, logits, None)
+    parts.route_topk(logits, bias, k, scaling, None, None, ids, weights, counts)
     dense, scales = (x[:n], None) if x_codes is None else (x_codes[:n], x_scales[:n])
 
     def room(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -58,19 +66,19 @@ def moe_layer(
 
     rows, row_scales = room(n * k, hidden)
     offsets, source, inverse = (new(size, dtype=torch.int32) for size in ((experts + 1,), (n * k,), (n, k)))
-    permute(dense, scales, ids, experts, None, rows, row_scales, offsets, source, inverse)
+    parts.permute(dense, scales, ids, experts, None, rows, row_scales, offsets, source, inverse)
     mid, (active, active_scales) = new((n * k, 2 * width), dtype=stream), room(n * k, width)
-    grouped_gemm(rows, row_scales, gate_up, offsets, mid)
-    swiglu_quantise(mid, weights.view(-1), source, limit, offsets[experts:], active, active_scales)
+    parts.grouped_gemm(rows, row_scales, gate_up, offsets, mid, None)
+    parts.swiglu_quantise(mid, weights.view(-1), source, limit, offsets[experts:], active, active_scales)
     expert_out = new((n * k, hidden), dtype=stream)
-    grouped_gemm(active, active_scales, down, offsets, expert_out)
+    parts.grouped_gemm(active, active_scales, down, offsets, expert_out, None)
     shared_width = shared_down.shape[1]
     mid, (active, active_scales) = new((n, 2 * shared_width), dtype=stream), room(n, shared_width)
     shared_out = new((n, hidden), dtype=stream)
-    linear(dense, scales, shared_gate_up, None, mid)
-    swiglu_quantise(mid, None, None, limit, None, active, active_scales)
-    linear(active, active_scales, shared_down, None, shared_out)
-    unpermute(expert_out, inverse, shared_out, None, out[:n])
+    parts.linear(dense, scales, shared_gate_up, None, mid, None)
+    parts.swiglu_quantise(mid, None, None, limit, None, active, active_scales)
+    parts.linear(active, active_scales, shared_down, None, shared_out, None)
+    parts.unpermute(expert_out, inverse, shared_out, None, out[:n])
 
 
 def _cases() -> list[Case]:

@@ -6,17 +6,22 @@ rms_norm with its optional codes. An override must keep the rounding points.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from deepinfer_hal.card import COUNT, Case, OpCard, Tolerance, inout, out, register, scalar, tensor
+from deepinfer_hal.card import COUNT, Case, Cost, OpCard, Tolerance, inout, out, register, scalar, tensor
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.ops import _common as c
 from deepinfer_hal.ops._cost import mixing_cost
 from deepinfer_hal.ops.hyper_connection_post import hyper_connection_post
 from deepinfer_hal.ops.hyper_connection_pre import hyper_connection_pre
 from deepinfer_hal.ops.rms_norm import rms_norm
+
+_REFERENCES = SimpleNamespace(
+    hyper_connection_post=hyper_connection_post, hyper_connection_pre=hyper_connection_pre, rms_norm=rms_norm
+)
 
 
 def residual_site(
@@ -39,6 +44,8 @@ def residual_site(
     pre: torch.Tensor,
     post_out: torch.Tensor,
     comb_out: torch.Tensor,
+    *,
+    parts: Any = _REFERENCES,
 ) -> None:
     """y [T, H] with post [T, m] and comb [T, m, m] of its site (or None three times), streams [T, m, H] updated
     -> out [T, H] (normed input of the next sub-layer), its codes, and this site's pre, post_out and comb_out.
@@ -46,12 +53,12 @@ def residual_site(
     post_out may be the storage of post, comb_out that of comb, and pre that of pre_prev.
     """
     if y is not None:
-        hyper_connection_post(y, post, comb, count, streams)
+        parts.hyper_connection_post(y, post, comb, count, streams)
     mixed = torch.empty_like(out)
-    hyper_connection_pre(
+    parts.hyper_connection_pre(
         streams, fn, base, scale, pre_prev, rms_eps, hc_eps, iterations, count, mixed, pre, post_out, comb_out
     )
-    rms_norm(mixed, norm_weight, rms_eps, count, out, out_codes, out_scales)
+    parts.rms_norm(mixed, norm_weight, rms_eps, count, out, out_codes, out_scales)
 
 
 def _cases() -> list[Case]:
@@ -118,6 +125,13 @@ def _tolerance(args: dict[str, Any], name: str) -> Tolerance:
     return Tolerance(rtol=4 * eps32 + 0.02 * eps, atol=64 * eps32 + 0.02 * eps)
 
 
+def _cost(args: dict[str, Any]) -> Cost:
+    """Streams are written as well as read when a sub-layer's result is added to them."""
+    once = mixing_cost(args)
+    streams = 0 if args["y"] is None else args["streams"].nbytes
+    return Cost(once.bytes + streams, once.flops)
+
+
 CARD = register(
     OpCard(
         name="residual_site",
@@ -151,7 +165,7 @@ CARD = register(
         check=_check,
         enumerate_cases=_cases,
         generate=_generate,
-        cost=mixing_cost,
+        cost=_cost,
         decomposition=("hyper_connection_post", "hyper_connection_pre", "rms_norm"),
     )
 )

@@ -6,6 +6,9 @@ DSpark, section 2.11 of the model notes).
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from deepinfer_hal.card import COUNT, Case, OpCard, inout, register, scalar, tensor
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops._common import count_tensor, generator
@@ -14,10 +17,15 @@ from deepinfer_hal.ops.write_kv import generate_norm_rope, tolerance, write_kv
 from deepinfer_hal.row_layout import check_cache
 
 
-def store_draft_kv(x, norm_weight, eps, positions, table, slots, format, count, cache) -> None:
+_REFERENCES = SimpleNamespace(write_kv=write_kv)
+
+
+def store_draft_kv(
+    x, norm_weight, eps, positions, table, slots, format, count, cache, *, parts: Any = _REFERENCES
+) -> None:
     """x [T, D] float, norm_weight [D], positions int32 [T], table float32 [P, r], slots int32 [T] (distinct; -1 stores
     nothing), cache uint8 [N, row_bytes]."""
-    write_kv(x, norm_weight, eps, positions, table, slots, format, 0, count, cache, None)
+    parts.write_kv(x, norm_weight, eps, positions, table, slots, format, 0, count, cache, None)
 
 
 def enumerate_cases():

@@ -7,6 +7,9 @@ has position j * ratio, given by the caller in `positions`.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 from deepinfer_hal.card import COUNT, Case, OpCard, inout, out, register, scalar, sum_tolerance, tensor
@@ -15,20 +18,34 @@ from deepinfer_hal.ops._common import count_tensor, dtype_of, generator, poisone
 from deepinfer_hal.ops._cost import rope_rows_bytes, stored_rows_bytes, touching
 from deepinfer_hal.ops.rms_norm import rms_norm
 from deepinfer_hal.ops.rope import rope
-from deepinfer_hal.row_layout import check_cache, write_rows
+from deepinfer_hal.ops.store_compressed_kv import store_compressed_kv
+from deepinfer_hal.ops.store_index_k import store_index_k
+from deepinfer_hal.ops.store_window_kv import store_window_kv
+from deepinfer_hal.row_layout import check_cache
+
+_REFERENCES = SimpleNamespace(
+    rms_norm=rms_norm, rope=rope, store_window_kv=store_window_kv, store_compressed_kv=store_compressed_kv,
+    store_index_k=store_index_k,
+)  # fmt: skip
 
 
-def write_kv(x, norm_weight, eps, positions, table, slots, format, block_rows, count, cache, latent) -> None:
+def write_kv(
+    x, norm_weight, eps, positions, table, slots, format, block_rows, count, cache, latent, *, parts: Any = _REFERENCES
+) -> None:
     """x [T, D] float, norm_weight [D], positions int32 [T], table float32 [P, r] (the last r of the D dims turn), slots
     int32 [T] (distinct; -1 skips the row, latent too), cache uint8, latent [T, D] or None."""
     n = valid_rows(count, x.shape[0])
     rows = (slots[:n] >= 0).nonzero().squeeze(1)
     normed = torch.empty(rows.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    rms_norm(x[rows], norm_weight, eps, None, normed, None, None)
+    parts.rms_norm(x[rows], norm_weight, eps, None, normed, None, None)
     if latent is not None:
         latent[rows] = normed.to(latent.dtype)
-    rope(positions[rows], table, False, None, normed[:, None, :])
-    write_rows(cache, slots[rows], normed, format, block_rows)
+    parts.rope(positions[rows], table, False, None, normed[:, None, :])
+    if block_rows == 0:
+        parts.store_window_kv(normed, slots[rows], format, None, cache)
+    else:
+        store = parts.store_index_k if format == "mxfp4_32" else parts.store_compressed_kv
+        store(normed, slots[rows], format, block_rows, None, cache)
 
 
 def enumerate_cases():
