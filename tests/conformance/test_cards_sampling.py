@@ -128,7 +128,7 @@ def test_top_k_keeps_exactly_k_and_prefers_lower_ids_among_equals():
 
 def test_top_p_keeps_the_token_that_crosses_the_mass():
     logits = np.log(np.array([[0.25, 0.5, 0.125, 0.125]]))
-    assert survivors(logits, top_p=1e-9) == {1}
+    assert survivors(logits, top_p=1e-9) == survivors(logits, top_p=0.0) == {1}
     assert survivors(logits, top_p=0.49) == {1}
     assert survivors(logits, top_p=0.51) == {0, 1}
     assert survivors(logits, top_p=0.80) == {0, 1, 2}

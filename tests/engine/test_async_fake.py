@@ -99,9 +99,11 @@ def test_leaving_the_loop_early_aborts_the_request():
         async for _ in outputs:
             break
         await outputs.aclose()
-        assert (await collect(llm, [5], greedy(1)))[-1].finished
+        while llm.engine.requests:
+            await asyncio.sleep(0)
+        assert llm.engine.generated_tokens < 50_000, "it ran to its end"
 
-    with_llm(body)
+    with_llm(body, max_model_len=100_000, num_blocks=800, check=False, choose="fast")
 
 
 def test_abort_by_id_ends_the_stream_with_that_reason():

@@ -11,7 +11,7 @@ from tests.engine.toy_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 VOCAB = TOKENIZER.vocab_size
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def make_llm(**settings):

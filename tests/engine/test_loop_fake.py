@@ -88,6 +88,7 @@ def test_a_stop_token_shows_only_when_asked():
 def test_min_tokens_keeps_every_stop_from_ending_early():
     out = say("aXbXcX", greedy(50, stop="X", min_tokens=3))
     assert (out.text, len(out.token_ids)) == ("aXb", 4)
+    assert len(say("aXbXcX", greedy(50, stop="X", min_tokens=4)).token_ids) == 4
     out = say("abcdef", greedy(50, stop_token_ids=byte_ids("a") + byte_ids("d"), min_tokens=3))
     assert (out.text, out.stop_reason) == ("abc", byte_ids("d")[0])
 

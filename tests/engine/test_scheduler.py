@@ -88,6 +88,22 @@ def test_pressure_does_not_make_sequences_come_and_go_without_progress():
     assert tokens < 2 * 120 * (120 + 60), "more recomputed than computed"
 
 
+def test_admission_leaves_a_block_for_each_running_sequence_that_will_grow():
+    engine = make_engine(num_blocks=3, max_model_len=384)
+    engine.add_request("growing", prompt_of(100), greedy(100))
+    engine.add_request("waits", prompt_of(200), greedy(1))
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.running] == ["growing"]
+    assert run_all(engine)["growing"].metrics.preemptions == 0
+
+    engine = make_engine(num_blocks=3, max_model_len=384)
+    engine.add_request("grown", prompt_of(100), greedy(20))
+    engine.add_request("fits", prompt_of(200), greedy(1))
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.running] == ["grown", "fits"]
+    run_all(engine)
+
+
 def test_cancellation_frees_slots_and_blocks_at_once():
     for overlap in (False, True):
         engine = make_engine(num_blocks=8, num_slots=4, max_model_len=1024, overlap=overlap)

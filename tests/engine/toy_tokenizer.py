@@ -5,7 +5,7 @@ import json
 from deepinfer.tokenizer import _ALPHABET, Tokenizer
 
 SPECIAL = ["<bos>", "<eos>", "<pad>"]
-STRUCTURAL = ["<think>", "<|im_end|>", "｜User｜"]
+STRUCTURAL = ["<think>", "<|im_end|>", "｜User｜", "USER"]
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("t", "he")]
 
 
