@@ -25,7 +25,6 @@ class Residual:
     """Where the residual streams stand: `pre` was made by the last site, `pending` tells that its output y is not yet added."""
 
     pre: torch.Tensor
-    spare: torch.Tensor
     pending: bool = False
 
 
@@ -38,6 +37,9 @@ class Blocks:
         buffers.define("streams", (streams, hidden), dtype)
         for name in ("pre_a", "pre_b", "post"):
             buffers.define(name, (streams,), torch.float32)
+        first = torch.zeros(buffers.max_rows, streams, dtype=torch.float32, device=buffers.device)
+        first[:, 0] = 1.0
+        buffers.add("first_pre", first)
         buffers.define("comb", (streams, streams), torch.float32)
         for name in ("x", "y"):
             buffers.define(name, (hidden,), dtype)
@@ -54,10 +56,8 @@ class Blocks:
         self.moe = dispatcher.bind("moe_layer", x=dense, quantised=quantised)
 
     def start(self, views: Any) -> Residual:
-        """State before the first block: streams are copies of the embedding and `pre` is one-hot on stream 0."""
-        views.pre_a.zero_()
-        views.pre_a[:, 0] = 1.0
-        return Residual(views.pre_a, views.pre_b)
+        """State before the first block, whose streams are copies of the embedding: `pre` is one-hot on stream 0."""
+        return Residual(views.first_pre)
 
     def finish_site(self, residual: Residual, views: Any) -> None:
         """Adds the pending sub-layer output to the streams."""
@@ -70,11 +70,12 @@ class Blocks:
         text = self.text
         codes, scales = (views.x_q, views.x_q_scale) if self.numerics.quantise_activations else (None, None)
         y, post, comb = (views.y, views.post, views.comb) if residual.pending else (None, None, None)
+        pre = views.pre_b if residual.pre is views.pre_a else views.pre_a
         self.site(
             y, post, comb, site.fn, site.base, site.scale, residual.pre, site.norm, text.rms_norm_eps, text.hc_eps,
-            text.hc_sinkhorn_iters, None, views.streams, views.x, codes, scales, residual.spare, views.post, views.comb,
+            text.hc_sinkhorn_iters, None, views.streams, views.x, codes, scales, pre, views.post, views.comb,
         )  # fmt: skip
-        residual.pre, residual.spare = residual.spare, residual.pre
+        residual.pre = pre
         residual.pending = True
 
     def feed_forward(self, moe: MoeWeights, is_draft: bool, views: Any) -> None:

@@ -42,7 +42,7 @@ class DebugSession:
         views.streams.copy_(streams)
         views.pre_a.copy_(pre_mix)
         self._fill(topology, caches, views)
-        residual = Residual(views.pre_a, views.pre_b)
+        residual = Residual(views.pre_a)
         network.run_block(topology, residual, meta, views)
         network.blocks.finish_site(residual, views)
         found = {"streams": views.streams.clone(), "pre_mix": residual.pre.clone()}

@@ -169,13 +169,13 @@ class Runner:
         """Token ids as int32 [T]; RequestError when they are none, too many, or outside the vocabulary."""
         ids = np.asarray(token_ids, dtype=np.int64).reshape(-1)
         if not len(ids):
-            raise RequestError("token_ids", "is empty; give at least one token")
+            raise RequestError("token_ids", token_ids, "is empty; give at least one token")
         longest = min(self.max_model_len, self.num_blocks * BLOCK_TOKENS)
         if len(ids) > longest:
-            raise RequestError("token_ids", f"has {len(ids)} tokens, the engine holds at most {longest}")
+            raise RequestError("token_ids", f"{len(ids)} tokens", f"the engine holds at most {longest}; raise max_model_len")
         bad = np.nonzero((ids < 0) | (ids >= self.vocab_size))[0]
         if len(bad):
-            raise RequestError("token_ids", f"id {ids[bad[0]]} at {bad[0]} is outside the vocabulary of {self.vocab_size}")
+            raise RequestError("token_ids", int(ids[bad[0]]), f"at {bad[0]} is outside the vocabulary of {self.vocab_size}")
         return ids.astype(np.int32)
 
 
