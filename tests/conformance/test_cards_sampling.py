@@ -9,8 +9,8 @@ from deepinfer_hal import philox
 from deepinfer_hal.card import get_card
 from deepinfer_hal.checks import check_call
 from deepinfer_hal.errors import BadCall
-from deepinfer_hal.ops._common import float64_reference
 from deepinfer_hal.weights import prepare_canonical
+from harness import case_id, cases_of, run_case
 
 NAMES = [
     "mask_logits",
@@ -22,31 +22,12 @@ NAMES = [
     "confidence_head",
     "plan_verify_lengths",
 ]
-CASES = [(name, case) for name in NAMES for case in get_card(name).enumerate_cases()]
 INF = float("inf")
 
 
-@pytest.mark.parametrize("name, case", CASES, ids=[case.id for _, case in CASES])
-def test_case_is_valid_and_writes_every_output_within_tolerance(name, case):
-    card = get_card(name)
-    args = card.generate(case, 3, "cpu", prepare_canonical)
-    check_call(card, args)
-    exact = card.generate(case, 3, "cpu", prepare_canonical)
-    card.reference(**args)
-    with float64_reference():
-        card.reference(**exact)
-    for output in card.outputs():
-        got, want = args[output], exact[output]
-        if not got.is_floating_point():
-            assert not (got == -1431655766).any() and not (got == -7).any(), f"{output} was left unwritten"
-            assert torch.equal(got, want), output
-            continue
-        assert torch.equal(got.isnan(), want.isnan())
-        allowed = card.tolerance(args, output)
-        finite = torch.isfinite(want)
-        assert torch.equal(got[~finite & ~want.isnan()], want[~finite & ~want.isnan()])
-        difference = (got.double() - want.double()).abs()[finite]
-        assert (difference <= allowed.atol + allowed.rtol * want.double().abs()[finite]).all(), output
+@pytest.mark.parametrize("card, case", cases_of(*NAMES), ids=case_id)
+def test_case_matches_the_float64_run(card, case):
+    run_case(card, case)
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None, purpose=0):
