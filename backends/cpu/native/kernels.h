@@ -51,11 +51,12 @@ DI_INLINE bool is_vector(const di_tensor& x, int dtype, int64_t size) {
 // Contiguous in full, with at least `items` items.
 DI_INLINE bool is_packed(const di_tensor& x, int64_t items) {
   int64_t expected = 1;
+  bool packed = true;
   for (int i = x.ndim - 1; i >= 0; --i) {
-    if (x.shape[i] > 1 && x.stride[i] != expected) return false;
+    packed = packed && (x.shape[i] <= 1 || x.stride[i] == expected);
     expected *= x.shape[i];
   }
-  return expected >= items;
+  return (packed || expected == 0) && expected >= items;
 }
 DI_INLINE bool is_packed(const di_tensor& x, int dtype, int64_t items) { return x.dtype == dtype && is_packed(x, items); }
 

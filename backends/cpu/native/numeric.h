@@ -63,6 +63,41 @@ DI_INLINE float exp(float x) {
   return lanes[0];
 }
 
+// log(x) of normal positive x: at most 2 ulp from the true value.
+DI_INLINE vf log(vf x) {
+  vi bits = bits_of(x);
+  // Mantissa in [sqrt(1/2), sqrt(2)).
+  vi offset = bits - splat_i(0x3F3504F3);
+  vi exponent = shift_right<23>(offset + splat_i(127 << 23)) - splat_i(127);
+  vf m = float_of(bits - shift_left<23>(exponent)) - splat(1.0f);
+  vf p = splat(7.0376836292e-2f);
+  p = fma(p, m, splat(-1.1514610310e-1f));
+  p = fma(p, m, splat(1.1676998740e-1f));
+  p = fma(p, m, splat(-1.2420140846e-1f));
+  p = fma(p, m, splat(1.4249322787e-1f));
+  p = fma(p, m, splat(-1.6668057665e-1f));
+  p = fma(p, m, splat(2.0000714765e-1f));
+  p = fma(p, m, splat(-2.4999993993e-1f));
+  p = fma(p, m, splat(3.3333331174e-1f));
+  vf square = m * m, e = to_float(exponent);
+  vf y = fma(p * m, square, e * splat(-2.12194440e-4f));
+  y = fma(square, splat(-0.5f), y);
+  return fma(e, splat(0.693359375f), m + y);
+}
+
+DI_INLINE float log(float x) {
+  float lanes[16];
+  store(lanes, log(splat(x)));
+  return lanes[0];
+}
+
+// log(1 - d) for 2^-25 <= d <= 1/2: the rounding of 1 - d is divided out again.
+DI_INLINE vf log_one_minus(vf d) {
+  vf w = splat(1.0f) - d, lost = w - splat(1.0f);
+  vf y = log(w) * (d / (splat(0.0f) - lost));
+  return less_select(lost, splat(0.0f), y, splat(0.0f) - d);
+}
+
 DI_INLINE vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
 DI_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 
