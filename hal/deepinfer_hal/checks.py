@@ -104,14 +104,16 @@ def _expression(text: str) -> DimExpression:
 
 def _check_expressions(card: OpCard, args: Mapping[str, Any], scalars: dict[str, int], sizes: dict[str, int]) -> None:
     """Dims such as "K/32" or "R+1", once every name is known; and dims that an int argument of the same name gives."""
+    for name in scalars.keys() & sizes.keys():
+        if scalars[name] != sizes[name]:
+            holder = next(arg.name for arg in card.signature if name in arg.dims and args.get(arg.name) is not None)
+            raise BadCall(f"{card.name}: {holder} has {name} = {sizes[name]}, but the argument {name} = {scalars[name]}")
     known = {**scalars, **sizes}
     for arg in card.signature:
         value = args.get(arg.name)
         if value is None or not (arg.is_tensor or arg.kind == "weight") or arg.dims == ("...",):
             continue
         for dim, size in zip(arg.dims, value.shape, strict=True):
-            if dim in scalars and scalars[dim] != size:
-                raise BadCall(f"{card.name}: {arg.name} has {dim} = {size}, but the argument {dim} = {scalars[dim]}")
             if dim.isidentifier() or dim.isdigit():
                 continue
             expression = _expression(dim)
@@ -119,10 +121,7 @@ def _check_expressions(card: OpCard, args: Mapping[str, Any], scalars: dict[str,
                 continue
             wanted = expression.value(known)
             if wanted is None:
-                raise BadCall(f"{card.name}: {arg.name} needs {dim} values, which is no whole number at {_named(expression, known)}")
+                given = ", ".join(f"{name} = {known[name]}" for name in sorted(expression.names))
+                raise BadCall(f"{card.name}: {arg.name} needs {dim} values, which is no whole number at {given}")
             if wanted != size:
                 raise BadCall(f"{card.name}: {arg.name} needs {dim} = {wanted}, got {size} (shape {list(value.shape)})")
-
-
-def _named(expression: DimExpression, known: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} = {known[name]}" for name in sorted(expression.names))

@@ -95,7 +95,9 @@ class Dispatcher:
         choice = Choice(op, role, kernel.provider, kernel.symbol, kernel.invariant, tuple(refused))
         frozen = self.choices.setdefault((op, role), choice)
         if (frozen.provider, frozen.symbol) != (choice.provider, choice.symbol):
-            raise BadCall(f"{op}: role {role!r} is bound to {frozen.symbol} already; give calls that need {choice.symbol} another role")
+            raise BadCall(
+                f"{op}: role {role!r} is bound to {frozen.symbol} already; give calls that need {choice.symbol} another role"
+            )
         self.fallbacks.update(chosen.falls)
         call = kernel.fn
         if self.debug_checks:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
 INVARIANCE = ("yes", "unknown", "no")
 """What a kernel may state of its batch invariance, strongest first."""
 

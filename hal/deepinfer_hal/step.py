@@ -170,10 +170,11 @@ def _plan_ratio(
     complete = np.nonzero((positions + 1) % ratio == 0)[0]
     group = positions[complete] // ratio
     block_rows = block_tokens // ratio
-    if len(group) and int(group.max()) // block_rows >= block_tables.shape[1]:
+    last = int(group.max()) if len(group) else -1
+    if last >= block_tables.shape[1] * block_rows:
         raise BadCall(
-            f"plan_step: position {int(positions[complete].max())} needs block {int(group.max()) // block_rows}, but block_tables "
-            f"has {block_tables.shape[1]} columns"
+            f"plan_step: position {last * ratio + ratio - 1} needs block {last // block_rows}, "
+            f"but block_tables has {block_tables.shape[1]} columns"
         )
     blocks = block_tables[row_to_req[complete], group // block_rows] if len(complete) else np.zeros(0, np.int32)
     slots = np.where(blocks >= 0, blocks * block_rows + group % block_rows, -1)

@@ -16,7 +16,6 @@ from deepinfer_hal.ops._cost import rope_rows_bytes, stored_rows_bytes, touching
 from deepinfer_hal.ops.write_kv import generate_norm_rope, tolerance, write_kv
 from deepinfer_hal.row_layout import check_cache
 
-
 _REFERENCES = SimpleNamespace(write_kv=write_kv)
 
 
