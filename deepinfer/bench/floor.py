@@ -26,7 +26,7 @@ class OpTotal:
 
 @dataclass
 class FloorTracer:
-    """Collects (bytes, FLOPs) of every call, by step; `end_step` closes a step. Set `ops` aside by phase with `take_ops`."""
+    """Collects (bytes, FLOPs) of every call, by step; and sums by op; `end_step` closes a step."""
 
     steps: list[list[tuple[int, int]]] = field(default_factory=list)
     ops: dict[str, OpTotal] = field(default_factory=dict)
@@ -48,11 +48,6 @@ class FloorTracer:
     def end_step(self) -> None:
         self.steps.append(self._calls)
         self._calls = []
-
-    def take_ops(self) -> dict[str, OpTotal]:
-        """The totals by op since the last call."""
-        taken, self.ops = self.ops, {}
-        return taken
 
 
 def step_floor_seconds(calls: list[tuple[int, int]], ceilings: Ceilings) -> float:

@@ -9,12 +9,12 @@ from typing import Any
 
 from deepinfer.bench.ceilings import Ceilings, measure_ceilings, spread
 from deepinfer.bench.floor import FloorTracer, OpTotal, step_floor_seconds
+from deepinfer.bench.memory import describe_memory, peak_rss_bytes
 from deepinfer.bench.workload import prompt_ids, sampling_params
 from deepinfer.config import EngineConfig
 from deepinfer.engine.build import assemble
 from deepinfer.engine.loop import EngineCore
 from deepinfer.errors import DeepInferError
-from deepinfer.model.load import tracked_weight_bytes
 from deepinfer.runner.load import load
 from deepinfer.runner.runner import Runner
 from deepinfer.tokenizer import Tokenizer
@@ -79,31 +79,29 @@ def run_once(engine: EngineCore, workload: Workload, tracer: FloorTracer | None 
 
 
 def measure(config: EngineConfig, workload: Workload, repeats: int, warmup: int) -> dict[str, Any]:
-    """Results of `repeats` timed runs after `warmup` others, with ceilings and floors, as plain values for a report."""
-    tracer = FloorTracer()
-    traced_engine = open_engine(config, tracer)
-    run_once(traced_engine, workload, tracer)
-    ops = tracer.take_ops()
-    del traced_engine
+    """Results of `repeats` timed runs after `warmup` others, then a traced one for the floors, as values for a report."""
+    rss_before = peak_rss_bytes()
     engine = open_engine(config)
     for _ in range(warmup):
         run_once(engine, workload)
     runs = [run_once(engine, workload) for _ in range(repeats)]
     loaded = engine.runner.loaded
-    weight_bytes = tracked_weight_bytes(loaded.weights)
-    ceilings = measure_ceilings(loaded.backend, loaded.device_index, weight_bytes)
+    memory = describe_memory(loaded, rss_before)
+    ceilings = measure_ceilings(loaded.backend, loaded.device_index, memory["tracked"]["weights"])
+    tracer = FloorTracer()
+    run_once(open_engine(config, tracer), workload, tracer)
     floors = [step_floor_seconds(calls, ceilings) for calls in tracer.steps]
     return {
         "workload": vars(workload),
         "repeats": repeats,
         "device": f"{loaded.backend.name}:{loaded.device_index}",
         "ceilings": vars(ceilings),
-        "weight_bytes": weight_bytes,
+        "memory": memory,
         "output_tokens_per_second": spread([_tokens_per_second(run, workload) for run in runs]),
         "first_token_ms": spread([1e3 * _prefill_seconds(run) for run in runs]),
         "decode_step": _describe_steps(runs, floors, decode=True),
         "prefill_step": _describe_steps(runs, floors, decode=False),
-        "ops": _describe_ops(ops, ceilings),
+        "ops": _describe_ops(tracer.ops, ceilings),
         "kernels": [vars(choice) for choice in loaded.dispatcher.table()],
         "reference_fallbacks": dict(loaded.dispatcher.fallbacks),
     }

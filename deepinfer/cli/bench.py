@@ -101,12 +101,12 @@ def print_generation(result: dict[str, Any]) -> None:
     for name, key in (("decode step", "decode_step"), ("prefill step", "prefill_step")):
         if result[key]:
             rows.add_row(name, _step_text(result[key]))
-    copied, weights = format_bytes(ceilings["copy_bytes"]), format_bytes(result["weight_bytes"])
-    rows.add_row("bandwidth", f"{ceilings['bandwidth'] / 1e9:.1f} GB/s, copying {copied}; weights are {weights}")
+    rows.add_row("bandwidth", f"{ceilings['bandwidth'] / 1e9:.1f} GB/s, copying {format_bytes(ceilings['copy_bytes'])}")
     products = [f"{value / 1e9:.0f} GFLOP/s {name}" for name, value in ceilings["gemm_flops"].items()]
     rows.add_row("arithmetic", ", ".join(products))
     rows.add_row("served by references", ", ".join(sorted(result["reference_fallbacks"])) or "nothing")
     print_rich(rows)
+    print_rich(_memory_table(result["memory"]))
     print_rich(_ops_table(result["ops"]))
 
 
@@ -119,6 +119,16 @@ def _spread(values: dict[str, float], digits: str, unit: str = "") -> str:
     """`12.3 ms  (min 11.9, max 13.0)`, with a 99th percentile where there is one."""
     others = [f"{name} {values[name]:{digits}}" for name in ("min", "p99", "max") if name in values]
     return f"{values['median']:{digits}}{unit}  ({', '.join(others)})"
+
+
+def _memory_table(memory: dict[str, Any]) -> Any:
+    planned, tracked = memory["planned"], memory["tracked"]
+    rows = table("bytes", "planned", "held")
+    for pool in planned:
+        rows.add_row(pool, format_bytes(planned[pool]), format_bytes(tracked[pool]))
+    rows.add_row("total", format_bytes(sum(planned.values())), format_bytes(sum(tracked.values())))
+    rows.add_row("peak RSS above import", "", format_bytes(memory["peak_rss_above_import"]))
+    return rows
 
 
 def _ops_table(ops: list[dict[str, Any]]) -> Any:

@@ -6,6 +6,8 @@ import json
 import sys
 from typing import Any
 
+_PIPE_WIDTH = 200
+
 
 def print_json(value: Any) -> None:
     """One JSON document on standard output, keys in the order given."""
@@ -25,7 +27,8 @@ def table(*columns: str) -> Any:
 
 
 def print_rich(renderable: Any) -> None:
-    """A rich table or text on standard output, without colours where that is no terminal, never wrapped."""
+    """A rich table or text on standard output; where that is no terminal, without colours and wide enough for a line."""
     from rich.console import Console
 
-    Console(highlight=False, soft_wrap=True).print(renderable)
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    Console(highlight=False, soft_wrap=True, width=width).print(renderable)
