@@ -51,16 +51,14 @@ int confidence_head(DI_ARGS) {
   DI_NEED(is_stream(weight) && is_packed(weight, width), "confidence_head: weight must be [1, %ld]", (long)width);
   DI_NEED(is_vector(t[3], DI_F32, rows) && is_vector(t[4], DI_F32, rows) && p->d[0] > 0, "confidence_head: outputs must be float32 [R], temperature positive");
   Scratch scratch;
-  float *w = scratch.floats(round_up(width, 16)), *x = scratch.floats(round_up(width, 16));
+  float *w = scratch.floats(width), *x = scratch.floats(width);
   read_row(weight.data, weight.dtype, width, w);
-  clear_tail(w, width);
   for (int64_t r = 0; r < rows; ++r) {
     read_row(row_at(raw, r), raw.dtype, hidden, x);
     read_row(row_at(mu, r), mu.dtype, rank, x + hidden);
-    clear_tail(x, width);
-    vf total = splat(0.0f);
-    for (int64_t i = 0; i < width; i += 16) total = fma(load(x + i), load(w + i), total);
-    const float logit = sum(total), scaled = logit / (float)p->d[0];
+    double total = 0.0;  // terms are much larger than their sum, and there are few rows
+    for (int64_t i = 0; i < width; ++i) total += (double)x[i] * w[i];
+    const float logit = (float)total, scaled = logit / (float)p->d[0];
     data_of<float>(t[3])[r] = logit;
     float lanes[16];
     store(lanes, sigmoid(splat(scaled > 60.0f ? 60.0f : scaled < -60.0f ? -60.0f : scaled)));
