@@ -110,9 +110,12 @@ class Backend:
     # -- optional: memory, streams, time
 
     def memory_info(self, index: int) -> MemoryInfo:
-        """(optional) Free and total bytes; default: torch.accelerator's on its devices, else zeros (unknown)."""
+        """(optional) Free and total bytes; default: torch.accelerator's where it can tell, else zeros (unknown)."""
         device = self.device(index)
-        return MemoryInfo(*torch.accelerator.get_memory_info(device)) if _is_accelerator(device) else MemoryInfo(0, 0)
+        with contextlib.suppress(RuntimeError):  # not every torch device has an allocator that knows
+            if _is_accelerator(device):
+                return MemoryInfo(*torch.accelerator.get_memory_info(device))
+        return MemoryInfo(0, 0)
 
     def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """(optional) Host memory fit for asynchronous copies; default: ordinary host memory."""

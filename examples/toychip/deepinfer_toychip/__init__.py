@@ -1,0 +1,1 @@
+"""The port: a backend of deepinfer for the toy chip."""

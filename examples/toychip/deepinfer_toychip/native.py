@@ -1,0 +1,34 @@
+"""The port's compiled kernels, and what they serve."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import toychip
+from deepinfer_hal.c_abi import CLibrary
+from deepinfer_hal.kernel import No, Yes
+
+# [supports]
+DENSE_OUTPUTS = ("bf16", "f32", "u8", None)
+
+
+def supports(call):
+    """The kernels know every row format, and no dtypes but these."""
+    out = call.statics.get("out")
+    return Yes() if out in DENSE_OUTPUTS else No(f"no kernel writes {out}")
+
+
+# [/supports]
+
+
+@functools.cache
+def library() -> CLibrary:
+    """The kernel library; device pointers go to it as they are."""
+    return CLibrary(Path(__file__).with_name("libdeepinfer_toychip.so"))
+
+
+def memory_info() -> tuple[int, int]:
+    """(free, total) bytes of the chip."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    ctypes.CDLL(str(toychip.RUNTIME)).toychip_memory_info(ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value

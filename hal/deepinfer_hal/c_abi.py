@@ -1,0 +1,157 @@
+"""Binds a shared library of kernels (the C ABI of hal/include/deepinfer/hal.h) with nothing but ctypes.
+
+`CLibrary(path).kernels(provider)` gives one Kernel for each op card whose `di_<op>` symbol the library exports; what a
+call passes is made from the card's signature alone. Marshalling takes some ten microseconds a call: enough for a first
+port; a backend in a hurry binds the same symbols with a compiled module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepinfer_hal.card import OpCard, all_cards
+from deepinfer_hal.errors import BackendError, BackendUnavailable, BadCall, Unsupported
+from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
+from deepinfer_hal.weights import WeightHandle
+
+MAX_DIMS = 5
+
+STRING_CODES: Mapping[str, int] = {"fp8_32": 1, "fp4_16": 2, "mxfp4_32": 3, "f32": 4, "coupled": 1, "rejection": 2}
+"""di_format and di_rule: what a string argument becomes."""
+
+_DTYPES = {
+    torch.float32: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int32: 4, torch.int64: 5, torch.float64: 6,
+}  # fmt: skip
+_OTHER = 7
+_TENSOR = struct.Struct("@Piiii10q")
+_ABSENT = _TENSOR.pack(0, 0, 0, -1, 0, *[0] * 10)
+_ERRORS = {1: BadCall, 2: Unsupported}
+_MESSAGE_BYTES = 256
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (("i", ctypes.c_char_p), ("d", ctypes.c_char_p), ("n_i", ctypes.c_int32), ("n_d", ctypes.c_int32))
+
+
+def include_dir() -> Path:
+    """The folder to give a compiler, so that `#include "deepinfer/hal.h"` is found. BackendUnavailable if it is absent."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "include", package.parent / "include"):
+        if (folder / "deepinfer" / "hal.h").is_file():
+            return folder
+    raise BackendUnavailable(f"deepinfer/hal.h is neither in {package / 'include'} nor in {package.parent / 'include'}")
+
+
+def pack_tensor(tensor: torch.Tensor | None, pointer: int | None = None, shape: tuple[int, ...] | None = None) -> bytes:
+    """The di_tensor of a tensor; `pointer` and `shape` replace its own (a copy elsewhere, a weight's logical shape)."""
+    if tensor is None:
+        return _ABSENT
+    sizes, strides = tuple(tensor.shape if shape is None else shape), tensor.stride()
+    dims = len(sizes)
+    if dims > MAX_DIMS:
+        raise BadCall(f"a tensor of {dims} dimensions cannot pass the C ABI, which takes at most {MAX_DIMS}")
+    rest = (0,) * (MAX_DIMS - dims)
+    index = -1 if tensor.device.type == "cpu" and pointer is None else tensor.device.index or 0
+    return _TENSOR.pack(
+        tensor.data_ptr() if pointer is None else pointer, _DTYPES.get(tensor.dtype, _OTHER), 0, index, dims,
+        *sizes, *rest, *strides, *rest,
+    )  # fmt: skip
+
+
+def pack_weight(weight: WeightHandle) -> tuple[bytes, bytes]:
+    """Values and scales of a handle that keeps the checkpoint's bytes; the values carry the logical shape."""
+    stored = weight.canonical()
+    return pack_tensor(stored.values, shape=stored.shape), pack_tensor(stored.scales)
+
+
+class CLibrary:
+    """A loaded library. `stream` is the pointer that every call passes on (None: NULL).
+
+    pack, pack_weight: how a tensor and a weight handle become di_tensor bytes; another backend may put its own here.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        stream: int | None = None,
+        pack: Callable[[torch.Tensor | None], bytes] = pack_tensor,
+        pack_weight: Callable[[WeightHandle], tuple[bytes, bytes]] = pack_weight,
+    ) -> None:
+        self.path, self.stream, self.pack, self.pack_weight = Path(path), stream, pack, pack_weight
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BackendUnavailable(f"the kernel library {path} cannot be loaded: {error}") from error
+
+    def ops(self) -> list[str]:
+        """Op cards whose symbol the library exports."""
+        return [op for op in sorted(all_cards()) if hasattr(self._library, f"di_{op}")]
+
+    def kernels(
+        self,
+        provider: str,
+        *,
+        invariant: str = "unknown",
+        capturable: bool = False,
+        priority: int = 100,
+        supports: Callable[[CallSpec], Yes | No] = lambda call: Yes(),
+    ) -> list[Kernel]:
+        """One Kernel for each of `ops()`; the statements hold for all of them."""
+        cards = all_cards()
+        return [
+            Kernel(op, provider, self.bind(cards[op]), f"di_{op}", invariant, capturable, priority, supports) for op in self.ops()
+        ]
+
+    def bind(self, card: OpCard) -> Callable[..., None]:
+        """The call of one op, taking the card's arguments in order."""
+        symbol = getattr(self._library, f"di_{card.name}")
+        symbol.restype = ctypes.c_int
+        symbol.argtypes = (
+            ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(_Params), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
+            ctypes.c_char_p,
+        )  # fmt: skip
+
+        def call(*values: Any, **named: Any) -> None:
+            args = card.bind_args(values, named)
+            tensors, integers, numbers = self._pack_args(card, args)
+            params = _Params(
+                struct.pack(f"@{len(integers)}q", *integers), struct.pack(f"@{len(numbers)}d", *numbers), len(integers),
+                len(numbers),
+            )  # fmt: skip
+            message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+            status = symbol(b"".join(tensors), len(tensors), ctypes.byref(params), self.stream, None, 0, message)
+            if status:
+                text = message.value.decode(errors="replace") or f"status {status}"
+                raise _ERRORS.get(status, BackendError)(f"{card.name}: {text}")
+
+        return call
+
+    def _pack_args(self, card: OpCard, args: Mapping[str, Any]) -> tuple[list[bytes], list[int], list[float]]:
+        tensors: list[bytes] = []
+        integers: list[int] = []
+        numbers: list[float] = []
+        for arg in card.signature:
+            value = args[arg.name]
+            if arg.is_tensor:
+                tensors.append(self.pack(value))
+            elif arg.kind == "weight":
+                tensors += self.pack_weight(value)
+            elif arg.kind == "float":
+                numbers.append(float(value))
+            elif arg.kind == "str":
+                integers.append(_string_code(card, arg.name, value))
+            else:
+                integers.append(int(value))
+        return tensors, integers, numbers
+
+
+def _string_code(card: OpCard, name: str, value: str) -> int:
+    if value not in STRING_CODES:
+        raise BadCall(f"{card.name}: {name} is {value!r}; known: {', '.join(STRING_CODES)}")
+    return STRING_CODES[value]
