@@ -47,9 +47,19 @@ int grouped_linear(DI_ARGS) {
   const int64_t groups = w.shape[0], width = w.shape[1], depth = w.shape[2], rows = x.shape[0], all = groups * width;
   DI_NEED(is_activation(x, scale, rows, groups * depth), "grouped_linear: x must be [T, %ld] bf16 or f32, or fp8_32 codes with scales",
           (long)(groups * depth));
-  DI_NEED(is_result(out, out_scale, rows, all, width), "grouped_linear: out must be [T, %ld] bf16 or f32, or fp8_32 codes with scales", (long)all);
+  const bool shared_scales = out.dtype == DI_U8 && width % 32 != 0;  // a scale spans the ends of two groups
+  DI_NEED(is_result(out, out_scale, rows, all, shared_scales ? all : width), "grouped_linear: out must be [T, %ld] bf16 or f32, or fp8_32 codes with scales", (long)all);
   DI_NEED(is_count(count), "grouped_linear: count must be int32");
-  multiply(x, scale, w, valid_rows(count, rows), groups, width, depth, sink_of(out, out_scale));
+  const int64_t valid = valid_rows(count, rows);
+  const Sink sink = sink_of(out, out_scale);
+  if (!shared_scales) {
+    multiply(x, scale, w, valid, groups, width, depth, sink);
+    return DI_OK;
+  }
+  Scratch scratch;
+  float* sums = scratch.floats(valid * all);
+  multiply(x, scale, w, valid, groups, width, depth, {reinterpret_cast<uint8_t*>(sums), all * 4, DI_F32, nullptr, 0});
+  for (int64_t row = 0; row < valid; ++row) sink.put(row, 0, all, sums + row * all);
   return DI_OK;
 }
 

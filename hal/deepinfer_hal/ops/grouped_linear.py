@@ -35,6 +35,7 @@ def _cases() -> list[Case]:
         dict(T=3, G=2, K=1024, N=64, x="bf16", w="fp8_block32", out="bf16", strided=True),
         dict(T=33, G=2, K=256, N=64, x="u8", w="fp8_block32", out="u8", count=20),
         dict(T=33, G=2, K=64, N=16, x="f32", w="f32", out="f32"),
+        dict(T=5, G=4, K=64, N=16, x="u8", w="fp8_block32", out="u8", count=3),
         dict(T=2, G=8, K=4096, N=64, x="u8", w="fp8_block32", out="bf16"),
     ]
     return [Case("grouped_linear", row) for row in rows]
