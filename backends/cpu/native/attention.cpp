@@ -4,6 +4,8 @@
 namespace di::DI_LEVEL {
 namespace {
 
+constexpr int64_t kNeighbours = 8;  // query rows of a task: those of one request decode their common keys once
+
 int open_window(const char* op, const di_tensor* t, int64_t format, int64_t width, int64_t tokens, Window* window, di_error* e) {
   DI_NEED(open_cache(t[0], format, width, 0, &window->cache), "%s: window cannot hold rows of %ld values", op, (long)width);
   const int64_t requests = t[1].ndim == 1 ? t[1].shape[0] : 0;
@@ -54,22 +56,32 @@ int sparse_attention(DI_ARGS) {
   DI_NEED(is_vector(sink, DI_F32, heads) && is_count(count), "sparse_attention: sink must be float32 [h]");
   const int64_t rows = valid_rows(count, all), k = paged ? selected.shape[1] : 0;
   const float scale = (float)p->d[0];
-  parallel(rows, attention_ns(rows, window.tokens + k, heads, dim), [&](int64_t row) {
-    const int64_t request = data_of<int32_t>(owner)[row], position = data_of<int32_t>(positions)[row];
-    if (request < 0 || request >= window.requests || position < 0) return;
+  const int32_t *request_of = data_of<int32_t>(owner), *position_of = data_of<int32_t>(positions);
+  const int64_t most = window.tokens + k;
+  parallel((rows + kNeighbours - 1) / kNeighbours, attention_ns(rows, most, heads, dim), [&](int64_t task) {
     Scratch scratch;
-    Key* keys = static_cast<Key*>(scratch.bytes((window.tokens + k) * sizeof(Key)));
+    Key* keys = static_cast<Key*>(scratch.bytes(most * sizeof(Key)));
     float *x = scratch.floats(heads * dim), *o = scratch.floats(heads * dim);
-    int64_t found = 0;
-    window.add(request, position, keys, &found);
-    for (int64_t j = 0; j < k; ++j) {
-      const int64_t one = reinterpret_cast<const int32_t*>(row_at(selected, row))[j];
-      if (one < 0) break;
-      add_key(pages, paged_slot(pages, table, request, one), keys, &found);
+    const int64_t first = task * kNeighbours, last = first + kNeighbours < rows ? first + kNeighbours : rows;
+    auto same = [&](int64_t a, int64_t b) { return a >= first && b < last && request_of[a] == request_of[b]; };
+    bool any = false;
+    for (int64_t row = first; row + 1 < last; ++row) any |= same(row, row + 1);
+    Decoded decoded(scratch, dim, most, any);
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t request = request_of[row], position = position_of[row];
+      if (request < 0 || request >= window.requests || position < 0) continue;
+      int64_t found = 0;
+      window.add(request, position, keys, &found);
+      for (int64_t j = 0; j < k; ++j) {
+        const int64_t one = reinterpret_cast<const int32_t*>(row_at(selected, row))[j];
+        if (one < 0) break;
+        add_key(pages, paged_slot(pages, table, request, one), keys, &found);
+      }
+      read_heads(q, row, x);
+      const bool shares = same(row - 1, row) || same(row, row + 1);
+      attend(x, heads, dim, keys, found, data_of<float>(sink), heads, scale, o, shares ? &decoded : nullptr);
+      write_heads(out, row, o);
     }
-    read_heads(q, row, x);
-    attend(x, heads, dim, keys, found, data_of<float>(sink), heads, scale, o);
-    write_heads(out, row, o);
   });
   return DI_OK;
 }
@@ -102,7 +114,7 @@ int draft_attention(DI_ARGS) {
       add_key(drafts, r * block + i, keys, &found);
       read_heads(q, r * block + i, x + i * heads * dim);
     }
-    attend(x, block * heads, dim, keys, found, data_of<float>(sink), heads, (float)p->d[0], o);
+    attend(x, block * heads, dim, keys, found, data_of<float>(sink), heads, (float)p->d[0], o, nullptr);
     for (int64_t i = 0; i < block; ++i) write_heads(out, r * block + i, o + i * heads * dim);
   });
   return DI_OK;

@@ -21,18 +21,21 @@ DI_INLINE void add_key(const Cache& cache, int64_t slot, Key* keys, int64_t* cou
   if (cache.holds(slot)) keys[(*count)++] = {cache.codes_at(slot), cache.scales_at(slot), cache.format};
 }
 
-// scores[h * stride + j] = q_h . k_j for `keys` keys (a multiple of kKeyTile) of `dim` values (a multiple of 16).
-template <int H> DI_INLINE void score_tile(const float* q, const float* k, int64_t keys, int64_t dim, float* scores, int64_t stride) {
+// scores[h * stride + j] = q_h . k_j for `keys` decoded rows (a multiple of kKeyTile) of `dim` values (a multiple of 16).
+template <int H> DI_INLINE void score_tile(const float* q, const float* const* k, int64_t keys, int64_t dim, float* scores, int64_t stride) {
   for (int64_t j = 0; j < keys; j += kKeyTile) {
     vf acc[H][kKeyTile];
 #pragma GCC unroll 4
     for (int h = 0; h < H; ++h)
 #pragma GCC unroll 4
       for (int i = 0; i < kKeyTile; ++i) acc[h][i] = splat(0.0f);
+    const float* row[kKeyTile];
+#pragma GCC unroll 4
+    for (int i = 0; i < kKeyTile; ++i) row[i] = k[j + i];
     for (int64_t c = 0; c < dim; c += 16) {
       vf key[kKeyTile];
 #pragma GCC unroll 4
-      for (int i = 0; i < kKeyTile; ++i) key[i] = load(k + (j + i) * dim + c);
+      for (int i = 0; i < kKeyTile; ++i) key[i] = load(row[i] + c);
 #pragma GCC unroll 4
       for (int h = 0; h < H; ++h) {
         const vf x = load(q + h * dim + c);
@@ -47,15 +50,16 @@ template <int H> DI_INLINE void score_tile(const float* q, const float* k, int64
   }
 }
 
-static inline void score_keys(const float* q, int64_t heads, const float* k, int64_t keys, int64_t dim, float* scores, int64_t stride) {
+static inline void score_keys(const float* q, int64_t heads, const float* const* k, int64_t keys, int64_t dim, float* scores, int64_t stride) {
   int64_t h = 0;
   for (; h + 4 <= heads; h += 4) score_tile<4>(q + h * dim, k, keys, dim, scores + h * stride, stride);
   for (; h + 2 <= heads; h += 2) score_tile<2>(q + h * dim, k, keys, dim, scores + h * stride, stride);
   for (; h < heads; ++h) score_tile<1>(q + h * dim, k, keys, dim, scores + h * stride, stride);
 }
 
-// o_h <- o_h * keep_h + sum_j weights[h * kSplit + j] k_j.
-template <int H, int C> DI_INLINE void value_tile(float* o, const float* keep, const float* weights, const float* k, int64_t keys, int64_t dim) {
+// o_h <- o_h * keep_h + sum_j weights[h * kSplit + j] k_j, for the 16 C columns from `column` on.
+template <int H, int C> DI_INLINE void value_tile(float* o, const float* keep, const float* weights, const float* const* k, int64_t column, int64_t keys, int64_t dim) {
+  o += column;
   vf acc[H][C];
 #pragma GCC unroll 4
   for (int h = 0; h < H; ++h)
@@ -64,7 +68,7 @@ template <int H, int C> DI_INLINE void value_tile(float* o, const float* keep, c
   for (int64_t j = 0; j < keys; ++j) {
     vf key[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) key[c] = load(k + j * dim + c * 16);
+    for (int c = 0; c < C; ++c) key[c] = load(k[j] + column + c * 16);
 #pragma GCC unroll 4
     for (int h = 0; h < H; ++h) {
       const vf w = splat(weights[h * kSplit + j]);
@@ -78,10 +82,11 @@ template <int H, int C> DI_INLINE void value_tile(float* o, const float* keep, c
     for (int c = 0; c < C; ++c) store(o + h * dim + c * 16, acc[h][c]);
 }
 
-template <int H> static void add_values(float* o, const float* keep, const float* weights, const float* k, int64_t keys, int64_t dim) {
+template <int H>
+static void add_values(float* o, const float* keep, const float* weights, const float* const* k, int64_t keys, int64_t dim) {
   int64_t c = 0;
-  for (; c + kValueTile * 16 <= dim; c += kValueTile * 16) value_tile<H, kValueTile>(o + c, keep, weights, k + c, keys, dim);
-  for (; c < dim; c += 16) value_tile<H, 1>(o + c, keep, weights, k + c, keys, dim);
+  for (; c + kValueTile * 16 <= dim; c += kValueTile * 16) value_tile<H, kValueTile>(o, keep, weights, k, c, keys, dim);
+  for (; c < dim; c += 16) value_tile<H, 1>(o, keep, weights, k, c, keys, dim);
 }
 
 // Turns a head's scores into weights and moves its running maximum and sum; returns what the old values are worth.
@@ -101,19 +106,75 @@ DI_INLINE float soften(float* scores, int64_t keys, float scale, float* top, flo
   return keep;
 }
 
+// Rows decoded for a few neighbouring query rows of one request, whose key lists nearly coincide. A hash of the stored
+// rows' addresses; emptied when it is full, between two query rows.
+class Decoded {
+ public:
+  // `longest`: keys of a query row at most. Room for three times as many, so that a row rarely finds no room for its own.
+  Decoded(Scratch& scratch, int64_t dim, int64_t longest, bool wanted) : dim_(dim), capacity_(3 * longest) {
+    if (!wanted) return;
+    while (size_ < 2 * capacity_) size_ *= 2;
+    rows_ = scratch.floats(capacity_ * dim);
+    at_ = scratch.ints(size_);
+    names_ = static_cast<const uint8_t**>(scratch.bytes(capacity_ * sizeof(uint8_t*)));
+    clear();
+  }
+
+  void clear() {
+    memset(at_, 0xFF, size_ * 4);
+    used_ = 0;
+  }
+  void reserve(int64_t keys) {
+    if (used_ + keys > capacity_) clear();
+  }
+
+  const float* find(const Key& key) {
+    int64_t i = (int64_t)(((uint64_t)(uintptr_t)key.codes * 0x9E3779B97F4A7C15u) >> 32) & (size_ - 1);
+    for (; at_[i] >= 0; i = (i + 1) & (size_ - 1))
+      if (names_[at_[i]] == key.codes) return rows_ + at_[i] * dim_;
+    at_[i] = (int32_t)used_;
+    names_[used_] = key.codes;
+    float* row = rows_ + used_++ * dim_;
+    dequantise_row(key.codes, key.scales, dim_, key.format, row);
+    return row;
+  }
+
+ private:
+  int64_t dim_, capacity_, size_ = 64, used_ = 0;
+  float* rows_ = nullptr;
+  int32_t* at_ = nullptr;
+  const uint8_t** names_ = nullptr;
+};
+
+// Starts the loads of a stored row: rows of a paged cache lie where no prefetcher expects them.
+DI_INLINE void prefetch(const Key& key, int64_t dim) {
+  const int64_t bytes = format_value_bytes(key.format, dim);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(key.codes + i);
+  __builtin_prefetch(key.scales);
+}
+
 // q [heads][dim] over the key list into o [heads][dim]; sink[h % sinks] joins the denominator. Without keys: zeros.
+// `shared` (or null) holds rows that other query rows decoded.
 static inline void attend(const float* q, int64_t heads, int64_t dim, const Key* keys, int64_t count, const float* sink, int64_t sinks,
-                          float scale, float* o) {
+                          float scale, float* o, Decoded* shared) {
   memset(o, 0, heads * dim * 4);
   if (count == 0) return;
   Scratch scratch;
-  float *k = scratch.floats(kSplit * dim), *weights = scratch.floats(heads * kSplit);
+  float *buffer = scratch.floats((shared ? 1 : kSplit) * dim), *weights = scratch.floats(heads * kSplit);
   float *top = scratch.floats(heads), *total = scratch.floats(heads), *keep = scratch.floats(heads);
+  const float* k[kSplit];
+  if (shared) shared->reserve(count);
   for (int64_t h = 0; h < heads; ++h) top[h] = -__builtin_inff(), total[h] = 0.0f;
   for (int64_t first = 0; first < count; first += kSplit) {
     const int64_t size = count - first < kSplit ? count - first : kSplit, padded = round_up(size, kKeyTile);
-    for (int64_t j = 0; j < size; ++j) dequantise_row(keys[first + j].codes, keys[first + j].scales, dim, keys[first + j].format, k + j * dim);
-    if (padded > size) memset(k + size * dim, 0, (padded - size) * dim * 4);
+    for (int64_t j = 0; j < size; ++j) {
+      const Key& key = keys[first + j];
+      if (shared) { k[j] = shared->find(key); continue; }
+      if (first + j + 2 < count) prefetch(keys[first + j + 2], dim);
+      dequantise_row(key.codes, key.scales, dim, key.format, buffer + j * dim);
+      k[j] = buffer + j * dim;
+    }
+    for (int64_t j = size; j < padded; ++j) k[j] = k[0];  // scored, then ignored
     score_keys(q, heads, k, padded, dim, weights, kSplit);
     for (int64_t h = 0; h < heads; ++h) keep[h] = soften(weights + h * kSplit, size, scale, top + h, total + h);
     int64_t h = 0;

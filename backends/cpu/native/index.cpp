@@ -36,7 +36,9 @@ struct Scorer {
 
   // 16 scores: heads added in ascending order.
   void score(const float* x, const float* w, const float* k, float* products, float* to) const {
-    score_keys(x, heads, k, kKeys, dim, products, kKeys);
+    const float* rows[kKeys];
+    for (int64_t i = 0; i < kKeys; ++i) rows[i] = k + i * dim;
+    score_keys(x, heads, rows, kKeys, dim, products, kKeys);
     vf total = splat(0.0f);
     for (int64_t h = 0; h < heads; ++h) {
       const vf product = load(products + h * kKeys);
