@@ -1,7 +1,8 @@
 // Attention of a few query rows over one key list, K = V: the single numeric definition of sparse and draft attention.
 //
-// Keys are taken 64 at a time. A piece is decoded once for all heads; its scores are lane sums over the head dimension; the
-// running maximum, sum and weighted values absorb the piece, left to right. Only the key list itself matters to the bits.
+// Keys are taken 64 at a time. A piece is decoded once for all heads; its scores are lane sums over the head dimension;
+// the running maximum, sum and weighted values absorb the piece, left to right. Only the key list itself matters to the
+// bits.
 #pragma once
 
 #include "cache.h"
@@ -21,8 +22,11 @@ DI_INLINE void add_key(const Cache& cache, int64_t slot, Key* keys, int64_t* cou
   if (cache.holds(slot)) keys[(*count)++] = {cache.codes_at(slot), cache.scales_at(slot), cache.format};
 }
 
-// scores[h * stride + j] = q_h . k_j for `keys` decoded rows (a multiple of kKeyTile) of `dim` values (a multiple of 16).
-template <int H> DI_INLINE void score_tile(const float* q, const float* const* k, int64_t keys, int64_t dim, float* scores, int64_t stride) {
+// scores[h * stride + j] = q_h . k_j for `keys` decoded rows (a multiple of kKeyTile) of `dim` values (a multiple of
+// 16).
+template <int H>
+DI_INLINE void score_tile(const float* q, const float* const* k, int64_t keys, int64_t dim, float* scores,
+                          int64_t stride) {
   for (int64_t j = 0; j < keys; j += kKeyTile) {
     vf acc[H][kKeyTile];
 #pragma GCC unroll 4
@@ -50,7 +54,8 @@ template <int H> DI_INLINE void score_tile(const float* q, const float* const* k
   }
 }
 
-static inline void score_keys(const float* q, int64_t heads, const float* const* k, int64_t keys, int64_t dim, float* scores, int64_t stride) {
+static inline void score_keys(const float* q, int64_t heads, const float* const* k, int64_t keys, int64_t dim,
+                              float* scores, int64_t stride) {
   int64_t h = 0;
   for (; h + 4 <= heads; h += 4) score_tile<4>(q + h * dim, k, keys, dim, scores + h * stride, stride);
   for (; h + 2 <= heads; h += 2) score_tile<2>(q + h * dim, k, keys, dim, scores + h * stride, stride);
@@ -58,7 +63,9 @@ static inline void score_keys(const float* q, int64_t heads, const float* const*
 }
 
 // o_h <- o_h * keep_h + sum_j weights[h * kSplit + j] k_j, for the 16 C columns from `column` on.
-template <int H, int C> DI_INLINE void value_tile(float* o, const float* keep, const float* weights, const float* const* k, int64_t column, int64_t keys, int64_t dim) {
+template <int H, int C>
+DI_INLINE void value_tile(float* o, const float* keep, const float* weights, const float* const* k, int64_t column,
+                          int64_t keys, int64_t dim) {
   o += column;
   vf acc[H][C];
 #pragma GCC unroll 4
@@ -83,7 +90,8 @@ template <int H, int C> DI_INLINE void value_tile(float* o, const float* keep, c
 }
 
 template <int H>
-static void add_values(float* o, const float* keep, const float* weights, const float* const* k, int64_t keys, int64_t dim) {
+static void add_values(float* o, const float* keep, const float* weights, const float* const* k, int64_t keys,
+                       int64_t dim) {
   int64_t c = 0;
   for (; c + kValueTile * 16 <= dim; c += kValueTile * 16) value_tile<H, kValueTile>(o, keep, weights, k, c, keys, dim);
   for (; c < dim; c += 16) value_tile<H, 1>(o, keep, weights, k, c, keys, dim);
@@ -110,7 +118,8 @@ DI_INLINE float soften(float* scores, int64_t keys, float scale, float* top, flo
 // rows' addresses; emptied when it is full, between two query rows.
 class Decoded {
  public:
-  // `longest`: keys of a query row at most. Room for three times as many, so that a row rarely finds no room for its own.
+  // `longest`: keys of a query row at most. Room for three times as many, so that a row rarely finds no room for its
+  // own.
   Decoded(Scratch& scratch, int64_t dim, int64_t longest, bool wanted) : dim_(dim), capacity_(3 * longest) {
     if (!wanted) return;
     while (size_ < 2 * capacity_) size_ *= 2;
@@ -155,8 +164,8 @@ DI_INLINE void prefetch(const Key& key, int64_t dim) {
 
 // q [heads][dim] over the key list into o [heads][dim]; sink[h % sinks] joins the denominator. Without keys: zeros.
 // `shared` (or null) holds rows that other query rows decoded.
-static inline void attend(const float* q, int64_t heads, int64_t dim, const Key* keys, int64_t count, const float* sink, int64_t sinks,
-                          float scale, float* o, Decoded* shared) {
+static inline void attend(const float* q, int64_t heads, int64_t dim, const Key* keys, int64_t count, const float* sink,
+                          int64_t sinks, float scale, float* o, Decoded* shared) {
   memset(o, 0, heads * dim * 4);
   if (count == 0) return;
   Scratch scratch;
@@ -169,7 +178,10 @@ static inline void attend(const float* q, int64_t heads, int64_t dim, const Key*
     const int64_t size = count - first < kSplit ? count - first : kSplit, padded = round_up(size, kKeyTile);
     for (int64_t j = 0; j < size; ++j) {
       const Key& key = keys[first + j];
-      if (shared) { k[j] = shared->find(key); continue; }
+      if (shared) {
+        k[j] = shared->find(key);
+        continue;
+      }
       if (first + j + 2 < count) prefetch(keys[first + j + 2], dim);
       dequantise_row(key.codes, key.scales, dim, key.format, buffer + j * dim);
       k[j] = buffer + j * dim;
@@ -198,7 +210,8 @@ struct Window {
     int64_t first = last - tokens + 1;
     first = first < 0 ? 0 : first;
     first = first < origin[request] ? origin[request] : first;
-    for (int64_t s = first; s <= last; ++s) add_key(cache, base[request] + (s - origin[request]) % modulo[request], keys, count);
+    for (int64_t s = first; s <= last; ++s)
+      add_key(cache, base[request] + (s - origin[request]) % modulo[request], keys, count);
   }
 };
 

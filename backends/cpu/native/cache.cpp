@@ -1,16 +1,17 @@
-// Stores and loads of KV rows: store_window_kv, store_compressed_kv, store_index_k, write_kv, store_draft_kv, load_kv, and
-// the compressor's pooling, compress_kv.
+// Stores and loads of KV rows: store_window_kv, store_compressed_kv, store_index_k, write_kv, store_draft_kv, load_kv,
+// and the compressor's pooling, compress_kv.
 #include "cache.h"
 #include "norm.h"
 
 namespace di::DI_LEVEL {
 namespace {
 
-int store_rows(const char* op, const di_tensor& x, const di_tensor& slots, int64_t format, int64_t block_rows, const di_tensor& count,
-               const di_tensor& to, di_error* e) {
+int store_rows(const char* op, const di_tensor& x, const di_tensor& slots, int64_t format, int64_t block_rows,
+               const di_tensor& count, const di_tensor& to, di_error* e) {
   DI_NEED(x.ndim == 2 && is_stream(x) && last_contiguous(x), "%s: x must be [T, D] bf16 or f32", op);
   Cache cache;
-  DI_NEED(open_cache(to, format, x.shape[1], block_rows, &cache), "%s: the cache cannot hold rows of %ld values", op, (long)x.shape[1]);
+  DI_NEED(open_cache(to, format, x.shape[1], block_rows, &cache), "%s: the cache cannot hold rows of %ld values", op,
+          (long)x.shape[1]);
   DI_NEED(is_vector(slots, DI_I32, x.shape[0]) && is_count(count), "%s: slots must be int32 [T]", op);
   const int64_t rows = valid_rows(count, x.shape[0]), width = x.shape[1];
   parallel(rows, rows * width * 0.2, [&](int64_t r) {
@@ -35,11 +36,14 @@ int write_rows(const char* op, const Write& a, di_error* e) {
   DI_NEED(x.ndim == 2 && is_stream(x) && last_contiguous(x), "%s: x must be [T, D] bf16 or f32", op);
   const int64_t width = x.shape[1];
   Cache cache;
-  DI_NEED(open_cache(a.cache, a.format, width, a.block_rows, &cache), "%s: the cache cannot hold rows of %ld values", op, (long)width);
+  DI_NEED(open_cache(a.cache, a.format, width, a.block_rows, &cache), "%s: the cache cannot hold rows of %ld values",
+          op, (long)width);
   DI_NEED(is_norm_weight(a.weight, width), "%s: norm_weight must be [%ld]", op, (long)width);
   DI_NEED(is_rope_table(table, width), "%s: the table must be float32 [P, r] with even r <= %ld", op, (long)width);
-  DI_NEED(is_vector(a.positions, DI_I32, x.shape[0]) && is_vector(a.slots, DI_I32, x.shape[0]), "%s: positions and slots must be int32 [T]", op);
-  DI_NEED(absent(latent) || (is_stream(latent) && is_matrix(latent, x.shape[0], width)), "%s: latent must be [T, %ld]", op, (long)width);
+  DI_NEED(is_vector(a.positions, DI_I32, x.shape[0]) && is_vector(a.slots, DI_I32, x.shape[0]),
+          "%s: positions and slots must be int32 [T]", op);
+  DI_NEED(absent(latent) || (is_stream(latent) && is_matrix(latent, x.shape[0], width)), "%s: latent must be [T, %ld]",
+          op, (long)width);
   DI_NEED(is_count(a.count), "%s: count must be int32", op);
   const int64_t rows = valid_rows(a.count, x.shape[0]), turned = table.shape[1];
   parallel(rows, rows * width * 0.5, [&](int64_t r) {
@@ -99,7 +103,8 @@ int load_kv(DI_ARGS) {
   DI_NEED(out.ndim == 2 && is_stream(out) && last_contiguous(out), "load_kv: out must be [N, D] bf16 or f32");
   const int64_t rows = out.shape[0], width = out.shape[1];
   Cache cache;
-  DI_NEED(open_cache(t[0], p->i[0], width, p->i[1], &cache), "load_kv: the cache cannot hold rows of %ld values", (long)width);
+  DI_NEED(open_cache(t[0], p->i[0], width, p->i[1], &cache), "load_kv: the cache cannot hold rows of %ld values",
+          (long)width);
   DI_NEED(is_vector(slots, DI_I32, rows), "load_kv: slots must be int32 [N]");
   parallel(rows, rows * width * 0.2, [&](int64_t r) {
     const int64_t slot = data_of<int32_t>(slots)[r];
@@ -170,7 +175,8 @@ struct Pool {
     for (int64_t row = 0; row < tokens; ++row) {
       const int64_t request = row_to_req[row];
       if (request < 0 || request >= requests) continue;
-      const int64_t begin = cu_q[request], end = cu_q[request + 1], slot = state_slots[request], position = positions[row];
+      const int64_t begin = cu_q[request], end = cu_q[request + 1], slot = state_slots[request],
+                    position = positions[row];
       if (row < begin || row >= end || row < end - ring || slot < 0 || slot >= carry.shape[0] || position < 0) continue;
       memcpy(const_cast<float*>(carried(slot, position, 0)), row_at(value, row), width * 4);
       memcpy(const_cast<float*>(carried(slot, position, 1)), row_at(gate, row), width * 4);
@@ -188,16 +194,29 @@ int compress_kv(DI_ARGS) {
   DI_NEED(value.ndim == 2 && value.dtype == DI_F32 && gate.dtype == DI_F32 && is_matrix(value, 0, value.shape[1]) &&
               is_matrix(gate, value.shape[0], value.shape[1]),
           "compress_kv: value and gate must be float32 [T, D]");
-  const int64_t tokens = value.shape[0], width = value.shape[1], requests = state_slots.ndim == 1 ? state_slots.shape[0] : 0;
+  const int64_t tokens = value.shape[0], width = value.shape[1],
+                requests = state_slots.ndim == 1 ? state_slots.shape[0] : 0;
   DI_NEED(is_vector(t[2], DI_I32, tokens) && is_vector(t[3], DI_I32, tokens) && is_vector(t[4], DI_I32, requests + 1) &&
               is_vector(state_slots, DI_I32, 0) && is_vector(complete, DI_I32, 0),
           "compress_kv: positions, row_to_req, cu_q, state_slots and complete must be int32");
-  DI_NEED(carry.dtype == DI_F32 && carry.ndim == 4 && carry.shape[1] > 0 && carry.shape[2] == 2 && carry.shape[3] == width && last_contiguous(carry),
+  DI_NEED(carry.dtype == DI_F32 && carry.ndim == 4 && carry.shape[1] > 0 && carry.shape[2] == 2 &&
+              carry.shape[3] == width && last_contiguous(carry),
           "compress_kv: carry must be float32 [slots, L, 2, %ld]", (long)width);
   const int64_t groups = complete.shape[0], ratio = p->i[0];
-  DI_NEED(is_stream(out) && is_matrix(out, groups, width) && ratio >= 1, "compress_kv: out must be [G, %ld], ratio at least 1", (long)width);
-  const Pool pool{value, gate, carry, data_of<int32_t>(t[2]), data_of<int32_t>(t[3]), data_of<int32_t>(t[4]), data_of<int32_t>(state_slots),
-                  tokens, requests, ratio, width, carry.shape[1]};
+  DI_NEED(is_stream(out) && is_matrix(out, groups, width) && ratio >= 1,
+          "compress_kv: out must be [G, %ld], ratio at least 1", (long)width);
+  const Pool pool{value,
+                  gate,
+                  carry,
+                  data_of<int32_t>(t[2]),
+                  data_of<int32_t>(t[3]),
+                  data_of<int32_t>(t[4]),
+                  data_of<int32_t>(state_slots),
+                  tokens,
+                  requests,
+                  ratio,
+                  width,
+                  carry.shape[1]};
   parallel(groups, groups * ratio * width * 1.0, [&](int64_t g) {
     const int64_t last = data_of<int32_t>(complete)[g];
     if (last >= 0) pool.pool(last, out, g);

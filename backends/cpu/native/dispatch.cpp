@@ -5,7 +5,10 @@
 
 namespace di {
 
-#define DI_LEVEL_TABLE(level) namespace level { extern const di_kernel kTable[]; }
+#define DI_LEVEL_TABLE(level)      \
+  namespace level {                \
+  extern const di_kernel kTable[]; \
+  }
 DI_LEVEL_TABLE(base)
 #if defined(DI_HAVE_X86_LEVELS)
 DI_LEVEL_TABLE(avx2)
@@ -27,7 +30,10 @@ const char* const kNames[] = {
 #undef DI_OP
 };
 
-struct Level { const char* name; const di_kernel* table; };
+struct Level {
+  const char* name;
+  const di_kernel* table;
+};
 
 Level best_level(const char* at_most) {
 #if defined(DI_HAVE_X86_LEVELS)
@@ -52,10 +58,10 @@ const char* set_level(const char* at_most) { return (current = best_level(at_mos
 
 }  // namespace di
 
-#define DI_OP(name) \
-  extern "C" __attribute__((visibility("default"))) int di_##name(const di_tensor* t, int n, const di_params* p, void* stream, \
-                                                                  void* ws, size_t ws_bytes, di_error* e) { \
-    return di::current.table[di::op_##name](t, n, p, stream, ws, ws_bytes, e); \
+#define DI_OP(name)                                                                                          \
+  extern "C" __attribute__((visibility("default"))) int di_##name(                                           \
+      const di_tensor* t, int n, const di_params* p, void* stream, void* ws, size_t ws_bytes, di_error* e) { \
+    return di::current.table[di::op_##name](t, n, p, stream, ws, ws_bytes, e);                               \
   }
 #include "ops.def"
 #undef DI_OP

@@ -1,5 +1,5 @@
-// The part of DLPack's C exchange table that reads a tensor: declarations of its stable ABI (major version 1), so that no
-// header of another project is needed to build.
+// The part of DLPack's C exchange table that reads a tensor: declarations of its stable ABI (major version 1), so that
+// no header of another project is needed to build.
 #pragma once
 
 #include <Python.h>
@@ -11,16 +11,23 @@ namespace di {
 
 struct BorrowedTensor {  // DLTensor
   void* data;
-  struct { int32_t type, index; } device;
+  struct {
+    int32_t type, index;
+  } device;
   int32_t ndim;
-  struct { uint8_t code, bits; uint16_t lanes; } dtype;
+  struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+  } dtype;
   int64_t* shape;
   int64_t* strides;
   uint64_t byte_offset;
 };
 
 struct ExchangeTable {  // DLPackExchangeAPI
-  struct { uint32_t major, minor; } version;
+  struct {
+    uint32_t major, minor;
+  } version;
   ExchangeTable* older;
   void* allocate;
   void* managed_from_object;

@@ -7,19 +7,24 @@ namespace di::DI_LEVEL {
 int markov_logits(DI_ARGS) {
   DI_NEED_CALL(8, 0, 0);
   const di_tensor &base = t[0], &prev = t[1], &embed = t[2], &head = t[4], &out = t[6], &mu = t[7];
-  DI_NEED(embed.layout == DI_LAYOUT_STRIDED && is_stream(embed) && embed.ndim == 2 && last_contiguous(embed) && is_panels(head, 2),
+  DI_NEED(embed.layout == DI_LAYOUT_STRIDED && is_stream(embed) && embed.ndim == 2 && last_contiguous(embed) &&
+              is_panels(head, 2),
           "markov_logits: embed must be prepared as a table of bf16 or f32 rows, head as a matrix");
   const int64_t rows = mu.ndim == 2 ? mu.shape[0] : 0, vocab = head.shape[0], rank = head.shape[1];
-  DI_NEED(base.dtype == DI_F32 && is_matrix(base, rows, vocab) && out.dtype == DI_F32 && is_matrix(out, rows, vocab) && is_vector(prev, DI_I32, rows),
+  DI_NEED(base.dtype == DI_F32 && is_matrix(base, rows, vocab) && out.dtype == DI_F32 && is_matrix(out, rows, vocab) &&
+              is_vector(prev, DI_I32, rows),
           "markov_logits: base and out must be float32 [R, %ld], prev int32 [R]", (long)vocab);
-  DI_NEED(is_stream(mu) && is_matrix(mu, rows, rank) && embed.shape[1] == rank, "markov_logits: mu must be [R, %ld]", (long)rank);
+  DI_NEED(is_stream(mu) && is_matrix(mu, rows, rank) && embed.shape[1] == rank, "markov_logits: mu must be [R, %ld]",
+          (long)rank);
   if (rows == 0) return DI_OK;
   Scratch scratch;
   float* x = scratch.floats(rank);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t id = data_of<int32_t>(prev)[r];
-    if (id >= 0 && id < embed.shape[0]) read_row(row_at(embed, id), embed.dtype, rank, x);
-    else memset(x, 0, rank * 4);
+    if (id >= 0 && id < embed.shape[0])
+      read_row(row_at(embed, id), embed.dtype, rank, x);
+    else
+      memset(x, 0, rank * 4);
     write_row(row_at(mu, r), mu.dtype, rank, x);
   }
   int64_t lda;
@@ -45,11 +50,13 @@ int markov_logits(DI_ARGS) {
 int confidence_head(DI_ARGS) {
   DI_NEED_CALL(5, 0, 1);
   const di_tensor &raw = t[0], &mu = t[1], &weight = t[2];
-  DI_NEED(raw.ndim == 2 && is_stream(raw) && last_contiguous(raw) && mu.ndim == 2 && is_stream(mu) && is_matrix(mu, raw.shape[0], mu.shape[1]),
+  DI_NEED(raw.ndim == 2 && is_stream(raw) && last_contiguous(raw) && mu.ndim == 2 && is_stream(mu) &&
+              is_matrix(mu, raw.shape[0], mu.shape[1]),
           "confidence_head: raw must be [R, H], mu [R, r]");
   const int64_t rows = raw.shape[0], hidden = raw.shape[1], rank = mu.shape[1], width = hidden + rank;
   DI_NEED(is_stream(weight) && is_packed(weight, width), "confidence_head: weight must be [1, %ld]", (long)width);
-  DI_NEED(is_vector(t[3], DI_F32, rows) && is_vector(t[4], DI_F32, rows) && p->d[0] > 0, "confidence_head: outputs must be float32 [R], temperature positive");
+  DI_NEED(is_vector(t[3], DI_F32, rows) && is_vector(t[4], DI_F32, rows) && p->d[0] > 0,
+          "confidence_head: outputs must be float32 [R], temperature positive");
   Scratch scratch;
   float *w = scratch.floats(width), *x = scratch.floats(width);
   read_row(weight.data, weight.dtype, width, w);

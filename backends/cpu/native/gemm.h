@@ -35,7 +35,8 @@ DI_INLINE void gemm_tile(const float* a, int64_t lda, const float* b, int64_t de
 constexpr int kAccumulators = kWidth == 16 ? 16 : 6;  // logical ones that the registers hold
 
 template <int R>
-static void gemm_rows(const float* a, int64_t lda, const float* b, int64_t depth, int64_t panels, float* c, int64_t ldc) {
+static void gemm_rows(const float* a, int64_t lda, const float* b, int64_t depth, int64_t panels, float* c,
+                      int64_t ldc) {
   constexpr int fit = kAccumulators / R;
   constexpr int P = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
   int64_t q = 0;
@@ -52,17 +53,25 @@ static void gemm_rows(const float* a, int64_t lda, const float* b, int64_t depth
 static inline void gemm_block(int64_t rows, const float* a, int64_t lda, const float* b, int64_t depth, int64_t panels,
                               float* c, int64_t ldc) {
   switch (rows) {
-    case 1: return gemm_rows<1>(a, lda, b, depth, panels, c, ldc);
-    case 2: return gemm_rows<2>(a, lda, b, depth, panels, c, ldc);
-    case 3: return gemm_rows<3>(a, lda, b, depth, panels, c, ldc);
-    case 4: return gemm_rows<4>(a, lda, b, depth, panels, c, ldc);
+    case 1:
+      return gemm_rows<1>(a, lda, b, depth, panels, c, ldc);
+    case 2:
+      return gemm_rows<2>(a, lda, b, depth, panels, c, ldc);
+    case 3:
+      return gemm_rows<3>(a, lda, b, depth, panels, c, ldc);
+    case 4:
+      return gemm_rows<4>(a, lda, b, depth, panels, c, ldc);
 #if defined(__AVX2__)
-    case 5: return gemm_rows<5>(a, lda, b, depth, panels, c, ldc);
-    case 6: return gemm_rows<6>(a, lda, b, depth, panels, c, ldc);
+    case 5:
+      return gemm_rows<5>(a, lda, b, depth, panels, c, ldc);
+    case 6:
+      return gemm_rows<6>(a, lda, b, depth, panels, c, ldc);
 #endif
 #if defined(__AVX512F__)
-    case 7: return gemm_rows<7>(a, lda, b, depth, panels, c, ldc);
-    case 8: return gemm_rows<8>(a, lda, b, depth, panels, c, ldc);
+    case 7:
+      return gemm_rows<7>(a, lda, b, depth, panels, c, ldc);
+    case 8:
+      return gemm_rows<8>(a, lda, b, depth, panels, c, ldc);
 #endif
   }
 }
@@ -83,8 +92,8 @@ struct Sink {
 };
 
 DI_INLINE Sink sink_of(const di_tensor& out, const di_tensor& scales) {
-  return {data_of<uint8_t>(out), out.ndim > 1 ? out.stride[0] * item_bytes(out.dtype) : 0, out.dtype, data_of<uint8_t>(scales),
-          absent(scales) ? 0 : scales.stride[0]};
+  return {data_of<uint8_t>(out), out.ndim > 1 ? out.stride[0] * item_bytes(out.dtype) : 0, out.dtype,
+          data_of<uint8_t>(scales), absent(scales) ? 0 : scales.stride[0]};
 }
 
 // Rows [row0, row1) x panels [panel0, panel1) of one product, into columns from `column0` of the sink.
@@ -114,11 +123,13 @@ DI_INLINE bool is_panels(const di_tensor& w, int ndim) {
 DI_INLINE int64_t panel_count(int64_t width) { return (width + 15) / 16; }
 
 // A guess of the time of a product: panels come from the last-level cache, products at about 60 GFLOP/s.
-DI_INLINE double product_ns(int64_t rows, int64_t width, int64_t depth) { return (double)width * depth * (0.2 + rows / 30.0); }
+DI_INLINE double product_ns(int64_t rows, int64_t width, int64_t depth) {
+  return (double)width * depth * (0.2 + rows / 30.0);
+}
 
 // x as float32 rows: its own memory if it is float32, else a copy. x is [rows, width] bf16, f32, or fp8_32 codes.
-static inline const float* expand_rows(const di_tensor& x, const di_tensor& scale, int64_t rows, int64_t width, Scratch& scratch,
-                                       int64_t* lda) {
+static inline const float* expand_rows(const di_tensor& x, const di_tensor& scale, int64_t rows, int64_t width,
+                                       Scratch& scratch, int64_t* lda) {
   if (x.dtype == DI_F32) {
     *lda = x.stride[0];
     return data_of<float>(x);
@@ -129,8 +140,10 @@ static inline const float* expand_rows(const di_tensor& x, const di_tensor& scal
   constexpr int64_t kBatch = 8;
   parallel((rows + kBatch - 1) / kBatch, rows * width * 0.12, [&](int64_t task) {
     for (int64_t r = task * kBatch; r < rows && r < (task + 1) * kBatch; ++r) {
-      if (x.dtype == DI_U8) dequantise_row(row_at(x, r), row_at(scale, r), width, DI_FP8_32, a + r * stride);
-      else read_row(row_at(x, r), x.dtype, width, a + r * stride);
+      if (x.dtype == DI_U8)
+        dequantise_row(row_at(x, r), row_at(scale, r), width, DI_FP8_32, a + r * stride);
+      else
+        read_row(row_at(x, r), x.dtype, width, a + r * stride);
     }
   });
   return a;
@@ -144,8 +157,8 @@ DI_INLINE bool is_activation(const di_tensor& x, const di_tensor& scale, int64_t
 }
 
 // Rows offsets[e] .. offsets[e + 1] of x times expert e. Segments outside [0, most) are cut.
-static inline void expert_products(const di_tensor& x, const di_tensor& scale, const di_tensor& w, const int32_t* offsets,
-                                   int64_t most, const Sink& sink) {
+static inline void expert_products(const di_tensor& x, const di_tensor& scale, const di_tensor& w,
+                                   const int32_t* offsets, int64_t most, const Sink& sink) {
   const int64_t experts = w.shape[0], width = w.shape[1], depth = w.shape[2], panels = panel_count(width);
   const int64_t end = experts ? offsets[experts] : 0, rows = end < 0 ? 0 : end < most ? end : most;
   if (rows == 0 || width == 0) return;
@@ -156,7 +169,8 @@ static inline void expert_products(const di_tensor& x, const di_tensor& scale, c
   const int64_t busy = rows < experts ? rows : experts;
   parallel(experts * chunks, product_ns(rows / busy, width, depth) * busy, [&](int64_t task) {
     const int64_t expert = task / chunks, panel = task % chunks * step;
-    const int64_t first = offsets[expert] < 0 ? 0 : offsets[expert], last = offsets[expert + 1] < rows ? offsets[expert + 1] : rows;
+    const int64_t first = offsets[expert] < 0 ? 0 : offsets[expert],
+                  last = offsets[expert + 1] < rows ? offsets[expert + 1] : rows;
     if (first >= last) return;
     const Product product{a, lda, data_of<float>(w) + expert * panels * depth * 16, depth, width};
     product.run(first, last, panel, panel + step < panels ? panel + step : panels, sink, 0);

@@ -15,7 +15,8 @@ namespace di::DI_LEVEL {
 #include "ops.def"
 #undef DI_OP
 
-__attribute__((cold, noinline, format(printf, 3, 4))) static inline int fail(di_error* e, int status, const char* text, ...) {
+__attribute__((cold, noinline, format(printf, 3, 4))) static inline int fail(di_error* e, int status, const char* text,
+                                                                             ...) {
   va_list rest;
   va_start(rest, text);
   vsnprintf(e->message, sizeof e->message, text, rest);
@@ -24,18 +25,20 @@ __attribute__((cold, noinline, format(printf, 3, 4))) static inline int fail(di_
 }
 
 // Kernels check what memory safety needs and nothing more: the card's full check runs when a call is bound.
-#define DI_NEED(condition, ...) \
-  do { \
+#define DI_NEED(condition, ...)                                                      \
+  do {                                                                               \
     if (__builtin_expect(!(condition), 0)) return fail(e, DI_BAD_CALL, __VA_ARGS__); \
   } while (0)
-#define DI_NEED_CALL(tensors, ints, doubles) \
-  DI_NEED(n == (tensors) && p->n_i == (ints) && p->n_d == (doubles), "%s takes %d tensors, %d integers and %d reals; got %d, %d, %d", \
-          __func__, tensors, ints, doubles, n, p->n_i, p->n_d)
+#define DI_NEED_CALL(tensors, ints, doubles)                                                                    \
+  DI_NEED(n == (tensors) && p->n_i == (ints) && p->n_d == (doubles),                                            \
+          "%s takes %d tensors, %d integers and %d reals; got %d, %d, %d", __func__, tensors, ints, doubles, n, \
+          p->n_i, p->n_d)
 
 DI_INLINE bool absent(const di_tensor& x) { return x.dtype == DI_NONE; }
 DI_INLINE bool is_stream(const di_tensor& x) { return x.dtype == DI_BF16 || x.dtype == DI_F32; }
-DI_INLINE int64_t item_bytes(int dtype) { return dtype == DI_U8 ? 1 : dtype == DI_BF16 ? 2 : dtype == DI_I64 || dtype == DI_F64 ? 8 : 4; }
-
+DI_INLINE int64_t item_bytes(int dtype) {
+  return dtype == DI_U8 ? 1 : dtype == DI_BF16 ? 2 : dtype == DI_I64 || dtype == DI_F64 ? 8 : 4;
+}
 
 DI_INLINE bool last_contiguous(const di_tensor& x) {
   return x.ndim == 0 || x.shape[x.ndim - 1] <= 1 || x.stride[x.ndim - 1] == 1;
@@ -58,12 +61,17 @@ DI_INLINE bool is_packed(const di_tensor& x, int64_t items) {
   }
   return (packed || expected == 0) && expected >= items;
 }
-DI_INLINE bool is_packed(const di_tensor& x, int dtype, int64_t items) { return x.dtype == dtype && is_packed(x, items); }
+DI_INLINE bool is_packed(const di_tensor& x, int dtype, int64_t items) {
+  return x.dtype == dtype && is_packed(x, items);
+}
 
 DI_INLINE uint8_t* row_at(const di_tensor& x, int64_t row) {
   return static_cast<uint8_t*>(x.data) + row * x.stride[0] * item_bytes(x.dtype);
 }
-template <class T> DI_INLINE T* data_of(const di_tensor& x) { return static_cast<T*>(x.data); }
+template <class T>
+DI_INLINE T* data_of(const di_tensor& x) {
+  return static_cast<T*>(x.data);
+}
 
 // Device count of valid rows, clamped to the tensor's; all rows when absent.
 DI_INLINE bool is_count(const di_tensor& x) { return absent(x) || (x.dtype == DI_I32 && is_packed(x, 1)); }
@@ -77,8 +85,10 @@ DI_INLINE float item(const void* row, int dtype, int64_t i) {
   return dtype == DI_BF16 ? bf16_value(static_cast<const uint16_t*>(row)[i]) : static_cast<const float*>(row)[i];
 }
 DI_INLINE void set_item(void* row, int dtype, int64_t i, float x) {
-  if (dtype == DI_BF16) static_cast<uint16_t*>(row)[i] = to_bf16(x);
-  else static_cast<float*>(row)[i] = x;
+  if (dtype == DI_BF16)
+    static_cast<uint16_t*>(row)[i] = to_bf16(x);
+  else
+    static_cast<float*>(row)[i] = x;
 }
 
 // Rows between memory (bf16 or float32) and float32 working rows; `x` has room for a multiple of 16.
@@ -113,7 +123,8 @@ DI_INLINE void clear_tail(float* x, int64_t width) {  // zeroes up to the next m
 }
 DI_INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-template <class F> static inline void parallel(int64_t tasks, double cost_ns, F body) {
+template <class F>
+static inline void parallel(int64_t tasks, double cost_ns, F body) {
   parallel_for(tasks, cost_ns, [](void* f, int64_t task) { (*static_cast<F*>(f))(task); }, &body);
 }
 

@@ -7,8 +7,8 @@ namespace {
 constexpr int64_t kRowBlock = 32;
 
 // y = x W^T for `groups` independent column groups of x and of the result.
-void multiply(const di_tensor& x, const di_tensor& scale, const di_tensor& w, int64_t rows, int64_t groups, int64_t width,
-              int64_t depth, const Sink& sink) {
+void multiply(const di_tensor& x, const di_tensor& scale, const di_tensor& w, int64_t rows, int64_t groups,
+              int64_t width, int64_t depth, const Sink& sink) {
   if (rows == 0 || width == 0) return;
   Scratch scratch;
   int64_t lda;
@@ -32,8 +32,10 @@ int linear(DI_ARGS) {
   const di_tensor &x = t[0], &scale = t[1], &w = t[2], &count = t[4], &out = t[5], &out_scale = t[6];
   DI_NEED(is_panels(w, 2), "linear: the weight was not prepared by this backend");
   const int64_t width = w.shape[0], depth = w.shape[1], rows = x.shape[0];
-  DI_NEED(is_activation(x, scale, rows, depth), "linear: x must be [T, %ld] bf16 or f32, or fp8_32 codes with scales", (long)depth);
-  DI_NEED(is_result(out, out_scale, rows, width, width), "linear: out must be [T, %ld] bf16 or f32, or fp8_32 codes with scales", (long)width);
+  DI_NEED(is_activation(x, scale, rows, depth), "linear: x must be [T, %ld] bf16 or f32, or fp8_32 codes with scales",
+          (long)depth);
+  DI_NEED(is_result(out, out_scale, rows, width, width),
+          "linear: out must be [T, %ld] bf16 or f32, or fp8_32 codes with scales", (long)width);
   DI_NEED(is_count(count), "linear: count must be int32");
   multiply(x, scale, w, valid_rows(count, rows), 1, width, depth, sink_of(out, out_scale));
   return DI_OK;
@@ -45,10 +47,11 @@ int grouped_linear(DI_ARGS) {
   const di_tensor &x = t[0], &scale = t[1], &w = t[2], &count = t[4], &out = t[5], &out_scale = t[6];
   DI_NEED(is_panels(w, 3), "grouped_linear: the weight was not prepared by this backend");
   const int64_t groups = w.shape[0], width = w.shape[1], depth = w.shape[2], rows = x.shape[0], all = groups * width;
-  DI_NEED(is_activation(x, scale, rows, groups * depth), "grouped_linear: x must be [T, %ld] bf16 or f32, or fp8_32 codes with scales",
-          (long)(groups * depth));
+  DI_NEED(is_activation(x, scale, rows, groups * depth),
+          "grouped_linear: x must be [T, %ld] bf16 or f32, or fp8_32 codes with scales", (long)(groups * depth));
   const bool shared_scales = out.dtype == DI_U8 && width % 32 != 0;  // a scale spans the ends of two groups
-  DI_NEED(is_result(out, out_scale, rows, all, shared_scales ? all : width), "grouped_linear: out must be [T, %ld] bf16 or f32, or fp8_32 codes with scales", (long)all);
+  DI_NEED(is_result(out, out_scale, rows, all, shared_scales ? all : width),
+          "grouped_linear: out must be [T, %ld] bf16 or f32, or fp8_32 codes with scales", (long)all);
   DI_NEED(is_count(count), "grouped_linear: count must be int32");
   const int64_t valid = valid_rows(count, rows);
   const Sink sink = sink_of(out, out_scale);
@@ -69,10 +72,11 @@ int grouped_gemm(DI_ARGS) {
   const di_tensor &x = t[0], &scale = t[1], &w = t[2], &offsets = t[4], &out = t[5], &out_scale = t[6];
   DI_NEED(is_panels(w, 3), "grouped_gemm: the weight was not prepared by this backend");
   const int64_t experts = w.shape[0], width = w.shape[1], depth = w.shape[2], most = x.shape[0];
-  DI_NEED(is_activation(x, scale, most, depth), "grouped_gemm: x must be [M, %ld] bf16 or f32, or fp8_32 codes with scales", (long)depth);
+  DI_NEED(is_activation(x, scale, most, depth),
+          "grouped_gemm: x must be [M, %ld] bf16 or f32, or fp8_32 codes with scales", (long)depth);
   DI_NEED(is_vector(offsets, DI_I32, experts + 1), "grouped_gemm: offsets must be int32 [%ld]", (long)experts + 1);
-  DI_NEED(is_result(out, out_scale, most, width, width), "grouped_gemm: out must be [M, %ld] bf16 or f32, or fp8_32 codes with scales",
-          (long)width);
+  DI_NEED(is_result(out, out_scale, most, width, width),
+          "grouped_gemm: out must be [M, %ld] bf16 or f32, or fp8_32 codes with scales", (long)width);
   expert_products(x, scale, w, data_of<int32_t>(offsets), most, sink_of(out, out_scale));
   return DI_OK;
 }

@@ -39,9 +39,12 @@ struct Bound {
   PyObject* names;  // tuple of interned str
 };
 
-struct Code { const char* name; int64_t value; };
-const Code kCodes[] = {{"fp8_32", DI_FP8_32}, {"fp4_16", DI_FP4_16}, {"mxfp4_32", DI_MXFP4_32}, {"f32", DI_ROW_F32},
-                       {"coupled", DI_COUPLED}, {"rejection", DI_REJECTION}};
+struct Code {
+  const char* name;
+  int64_t value;
+};
+const Code kCodes[] = {{"fp8_32", DI_FP8_32}, {"fp4_16", DI_FP4_16},   {"mxfp4_32", DI_MXFP4_32},
+                       {"f32", DI_ROW_F32},   {"coupled", DI_COUPLED}, {"rejection", DI_REJECTION}};
 PyObject* code_names[sizeof kCodes / sizeof kCodes[0]];
 
 bool read_code(PyObject* text, int64_t* value) {
@@ -105,14 +108,19 @@ PyObject* call_bound(PyObject* callable, PyObject* const* args, size_t nargsf, P
     const bool none = value == nullptr || value == Py_None;
     switch (kinds[i]) {
       case 't':
-        if (none) tensors[nt] = di_tensor{};
-        else if (!PyObject_TypeCheck(value, tensor_type)) return refuse(self, i, "a tensor", value);
-        else if (!reader.read(value, &tensors[nt])) return PyErr_Occurred() ? nullptr : refuse(self, i, "a plain dense tensor", value);
+        if (none)
+          tensors[nt] = di_tensor{};
+        else if (!PyObject_TypeCheck(value, tensor_type))
+          return refuse(self, i, "a tensor", value);
+        else if (!reader.read(value, &tensors[nt]))
+          return PyErr_Occurred() ? nullptr : refuse(self, i, "a plain dense tensor", value);
         ++nt;
         break;
       case 'w':
-        if (none) tensors[nt] = tensors[nt + 1] = di_tensor{};
-        else if (!read_weight(value, &tensors[nt])) return refuse(self, i, "a weight handle that this backend prepared", value);
+        if (none)
+          tensors[nt] = tensors[nt + 1] = di_tensor{};
+        else if (!read_weight(value, &tensors[nt]))
+          return refuse(self, i, "a weight handle that this backend prepared", value);
         nt += 2;
         break;
       case 'i':
@@ -124,7 +132,8 @@ PyObject* call_bound(PyObject* callable, PyObject* const* args, size_t nargsf, P
         reals[params.n_d++] = PyFloat_AsDouble(value);
         break;
       default:
-        if (none || !read_code(value, &ints[params.n_i++])) return refuse(self, i, "a known format or rule name", value);
+        if (none || !read_code(value, &ints[params.n_i++]))
+          return refuse(self, i, "a known format or rule name", value);
     }
   }
   if (PyErr_Occurred()) return nullptr;
@@ -134,9 +143,7 @@ PyObject* call_bound(PyObject* callable, PyObject* const* args, size_t nargsf, P
   int status;
   try {
     status = self->kernel(tensors, nt, &params, nullptr, nullptr, 0, &error);
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+  } catch (const std::bad_alloc&) { return PyErr_NoMemory(); }
   if (status == DI_OK) Py_RETURN_NONE;
   PyErr_SetString(status == DI_BAD_CALL ? bad_call : failed, error.message);
   return nullptr;
@@ -150,12 +157,18 @@ void free_bound(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* show_bound(PyObject* self) { return PyUnicode_FromFormat("<native op %U>", reinterpret_cast<Bound*>(self)->op); }
+PyObject* show_bound(PyObject* self) {
+  return PyUnicode_FromFormat("<native op %U>", reinterpret_cast<Bound*>(self)->op);
+}
 
 PyMemberDef bound_members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Bound, call), READONLY, nullptr}, {}};
-PyType_Slot bound_slots[] = {{Py_tp_dealloc, (void*)free_bound}, {Py_tp_call, (void*)PyVectorcall_Call}, {Py_tp_repr, (void*)show_bound},
-                             {Py_tp_members, bound_members}, {0, nullptr}};
-PyType_Spec bound_spec = {"deepinfer_cpu._native.Bound", sizeof(Bound), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, bound_slots};
+PyType_Slot bound_slots[] = {{Py_tp_dealloc, (void*)free_bound},
+                             {Py_tp_call, (void*)PyVectorcall_Call},
+                             {Py_tp_repr, (void*)show_bound},
+                             {Py_tp_members, bound_members},
+                             {0, nullptr}};
+PyType_Spec bound_spec = {"deepinfer_cpu._native.Bound", sizeof(Bound), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, bound_slots};
 PyTypeObject* bound_type = nullptr;
 
 void free_packed(PyObject* self) {
@@ -191,7 +204,8 @@ py::object bind(const std::string& op, const std::string& kinds, const py::tuple
 }
 
 // What a call is told of a weight: its logical shape and layout on top of the packed tensors' memory.
-py::object packed_ref(const py::object& values, const py::object& scales, int layout, const std::vector<int64_t>& shape) {
+py::object packed_ref(const py::object& values, const py::object& scales, int layout,
+                      const std::vector<int64_t>& shape) {
   auto* self = PyObject_New(PackedRef, packed_type);
   if (self == nullptr) throw py::error_already_set();
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
@@ -221,7 +235,8 @@ PYBIND11_MODULE(_native, m) {
   packed_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&packed_spec));
   if (bound_type == nullptr || packed_type == nullptr) throw py::error_already_set();
   native_name = PyUnicode_InternFromString("native");
-  for (size_t i = 0; i < sizeof kCodes / sizeof kCodes[0]; ++i) code_names[i] = PyUnicode_InternFromString(kCodes[i].name);
+  for (size_t i = 0; i < sizeof kCodes / sizeof kCodes[0]; ++i)
+    code_names[i] = PyUnicode_InternFromString(kCodes[i].name);
   m.attr("HAL_VERSION") = DI_HAL_VERSION;
   m.def("setup", &setup, "Once, before anything else: torch.Tensor and the errors to raise.");
   m.def("bind", &bind, "bind(op, kinds, names): a callable; kinds has one of t w i d s for each argument.");

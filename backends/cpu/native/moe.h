@@ -14,8 +14,8 @@ DI_INLINE float router_score(float x) {
 
 // The k experts of one token with the highest score + bias, descending, ties to the lower id; weights sum to `scaling`.
 // `score` has room for E, k <= min(E, kMostChosen).
-static inline void route_row(const float* logits, const float* bias, int64_t experts, int64_t k, float scaling, float* score,
-                             int32_t* chosen, float* weights) {
+static inline void route_row(const float* logits, const float* bias, int64_t experts, int64_t k, float scaling,
+                             float* score, int32_t* chosen, float* weights) {
   for (int64_t i = 0; i < experts; ++i) score[i] = router_score(logits[i]);
   float total = 0.0f;
   for (int64_t j = 0; j < k; ++j) {
@@ -35,8 +35,10 @@ static inline void route_row(const float* logits, const float* bias, int64_t exp
   for (int64_t j = 0; j < k; ++j) weights[j] = weights[j] / (total + 1e-20f) * scaling;
 }
 
-// Stable counting sort of rows * k choices by expert; an id outside 0 .. experts - 1 gets no row. Returns the row count.
-static inline int64_t sort_choices(const int32_t* ids, int64_t choices, int64_t experts, int32_t* offsets, int32_t* source, int32_t* inverse) {
+// Stable counting sort of rows * k choices by expert; an id outside 0 .. experts - 1 gets no row. Returns the row
+// count.
+static inline int64_t sort_choices(const int32_t* ids, int64_t choices, int64_t experts, int32_t* offsets,
+                                   int32_t* source, int32_t* inverse) {
   memset(offsets, 0, (experts + 1) * 4);
   for (int64_t i = 0; i < choices; ++i)
     if (ids[i] >= 0 && ids[i] < experts) ++offsets[ids[i] + 1];

@@ -1,5 +1,6 @@
-// moe_layer: the composite. The same sums and rounding points as its parts, without their trips through memory: rows are
-// expanded once, routed and shared experts share their passes, and intermediates stay float32 rows in scratch memory.
+// moe_layer: the composite. The same sums and rounding points as its parts, without their trips through memory: rows
+// are expanded once, routed and shared experts share their passes, and intermediates stay float32 rows in scratch
+// memory.
 #include "moe.h"
 
 namespace di::DI_LEVEL {
@@ -34,7 +35,8 @@ struct Work {
     const Sink sink{reinterpret_cast<uint8_t*>(c), ldc * 4, DI_F32, nullptr, 0};
     parallel(count * chunks, cost_ns, [&](int64_t task) {
       const Segment& s = segments[task / chunks];
-      const int64_t most = panel_count(s.width), first = task % chunks * step, last = first + step < most ? first + step : most;
+      const int64_t most = panel_count(s.width), first = task % chunks * step,
+                    last = first + step < most ? first + step : most;
       if (first < last) Product{a, lda, s.panels, s.depth, s.width}.run(s.first, s.last, first, last, sink, 0);
     });
   }
@@ -72,7 +74,8 @@ struct Layer {
   // Rows of the experts' input: one for each choice, sorted by expert, then one for each token (the shared expert).
   float* gather(Scratch& scratch, const int32_t* source, int64_t routed_rows, int64_t* lda) const {
     int64_t from_stride;
-    const float* from = coded() ? expand_rows(codes, scales, rows, hidden, scratch, &from_stride) : expand_rows(x, {}, rows, hidden, scratch, &from_stride);
+    const float* from = coded() ? expand_rows(codes, scales, rows, hidden, scratch, &from_stride)
+                                : expand_rows(x, {}, rows, hidden, scratch, &from_stride);
     *lda = (round_up(hidden, 16) / 16 | 1) * 16;
     float* a = scratch.floats((routed_rows + rows) * *lda);
     for (int64_t r = 0; r < routed_rows + rows; ++r)
@@ -81,7 +84,8 @@ struct Layer {
   }
 
   // The experts' mid activations, as the float32 values of their codes where activations are quantised.
-  void activate(const float* mid, int64_t mid_stride, const int32_t* source, const float* weights, int64_t routed_rows, float* a, int64_t lda) const {
+  void activate(const float* mid, int64_t mid_stride, const int32_t* source, const float* weights, int64_t routed_rows,
+                float* a, int64_t lda) const {
     const int64_t total = routed_rows + rows;
     parallel((total + 7) / 8, total * widest() * 0.6, [&](int64_t task) {
       Scratch own;
@@ -124,17 +128,21 @@ struct Layer {
     memset(counts.data, 0, experts * 4);
     if (rows == 0) return;
     Scratch scratch;
-    int32_t *ids = scratch.ints(rows * k), *source = scratch.ints(rows * k), *inverse = scratch.ints(rows * k), *offsets = scratch.ints(experts + 1);
+    int32_t *ids = scratch.ints(rows * k), *source = scratch.ints(rows * k), *inverse = scratch.ints(rows * k),
+            *offsets = scratch.ints(experts + 1);
     float* weights = scratch.floats(rows * k);
     route(scratch, ids, weights);
-    const int64_t routed_rows = sort_choices(ids, rows * k, experts, offsets, source, inverse), total = routed_rows + rows;
+    const int64_t routed_rows = sort_choices(ids, rows * k, experts, offsets, source, inverse),
+                  total = routed_rows + rows;
     int64_t lda;
     const float* a = gather(scratch, source, routed_rows, &lda);
     const int64_t most = experts + 2 * (total / kSegmentRows) + 4;
     Segment* segments = static_cast<Segment*>(scratch.bytes(most * sizeof(Segment)));
 
-    const int64_t mid_stride = (round_up(2 * widest(), 16) / 16 | 1) * 16, act_stride = (round_up(widest(), 16) / 16 | 1) * 16;
-    float *mid = scratch.floats(total * mid_stride), *act = scratch.floats(total * act_stride), *made = scratch.floats(total * lda);
+    const int64_t mid_stride = (round_up(2 * widest(), 16) / 16 | 1) * 16,
+                  act_stride = (round_up(widest(), 16) / 16 | 1) * 16;
+    float *mid = scratch.floats(total * mid_stride), *act = scratch.floats(total * act_stride),
+          *made = scratch.floats(total * lda);
     Work up{segments}, back{segments};
     add_experts(up, gate_up, 2 * routed, hidden, offsets);
     up.add(data_of<float>(shared_gate_up), routed_rows, total, 2 * shared, hidden);
@@ -154,26 +162,50 @@ struct Layer {
 
 }  // namespace
 
-// x S*~[T, H], x_codes?, x_scales?, gate W[E, H], bias f32[E], gate_up W[E, 2I, H], down W[E, H, I], shared_gate_up W[2J, H],
-// shared_down W[H, J], k, scaling, limit, count?, out S*[T, H], counts i32[E]
+// x S*~[T, H], x_codes?, x_scales?, gate W[E, H], bias f32[E], gate_up W[E, 2I, H], down W[E, H, I], shared_gate_up
+// W[2J, H], shared_down W[H, J], k, scaling, limit, count?, out S*[T, H], counts i32[E]
 int moe_layer(DI_ARGS) {
   DI_NEED_CALL(17, 1, 2);
   const di_tensor &x = t[0], &codes = t[1], &scales = t[2], &gate = t[3], &bias = t[5], &gate_up = t[6], &down = t[8];
   const di_tensor &shared_gate_up = t[10], &shared_down = t[12], &count = t[14], &out = t[15], &counts = t[16];
-  DI_NEED(is_panels(gate, 2) && is_panels(gate_up, 3) && is_panels(down, 3) && is_panels(shared_gate_up, 2) && is_panels(shared_down, 2),
+  DI_NEED(is_panels(gate, 2) && is_panels(gate_up, 3) && is_panels(down, 3) && is_panels(shared_gate_up, 2) &&
+              is_panels(shared_down, 2),
           "moe_layer: a weight was not prepared by this backend");
-  const int64_t hidden = gate.shape[1], experts = gate.shape[0], routed = down.shape[2], shared = shared_down.shape[1], all = x.shape[0], k = p->i[0];
-  DI_NEED(x.ndim == 2 && is_stream(x) && is_matrix(x, all, hidden) && hidden % 16 == 0, "moe_layer: x must be [T, %ld] bf16 or f32", (long)hidden);
-  DI_NEED(absent(codes) ? absent(scales) : codes.dtype == DI_U8 && is_activation(codes, scales, all, hidden) && routed % 32 == 0 && shared % 32 == 0,
+  const int64_t hidden = gate.shape[1], experts = gate.shape[0], routed = down.shape[2], shared = shared_down.shape[1],
+                all = x.shape[0], k = p->i[0];
+  DI_NEED(x.ndim == 2 && is_stream(x) && is_matrix(x, all, hidden) && hidden % 16 == 0,
+          "moe_layer: x must be [T, %ld] bf16 or f32", (long)hidden);
+  DI_NEED(absent(codes) ? absent(scales)
+                        : codes.dtype == DI_U8 && is_activation(codes, scales, all, hidden) && routed % 32 == 0 &&
+                              shared % 32 == 0,
           "moe_layer: x_codes must be fp8_32 codes [T, H] with scales");
-  DI_NEED(gate_up.shape[0] == experts && gate_up.shape[1] == 2 * routed && gate_up.shape[2] == hidden && down.shape[0] == experts &&
-              down.shape[1] == hidden && shared_gate_up.shape[0] == 2 * shared && shared_gate_up.shape[1] == hidden && shared_down.shape[0] == hidden,
+  DI_NEED(gate_up.shape[0] == experts && gate_up.shape[1] == 2 * routed && gate_up.shape[2] == hidden &&
+              down.shape[0] == experts && down.shape[1] == hidden && shared_gate_up.shape[0] == 2 * shared &&
+              shared_gate_up.shape[1] == hidden && shared_down.shape[0] == hidden,
           "moe_layer: the weights' shapes do not fit each other");
-  DI_NEED(is_vector(bias, DI_F32, experts) && is_vector(counts, DI_I32, experts) && is_count(count), "moe_layer: bias and counts must be [E]");
+  DI_NEED(is_vector(bias, DI_F32, experts) && is_vector(counts, DI_I32, experts) && is_count(count),
+          "moe_layer: bias and counts must be [E]");
   DI_NEED(k >= 1 && k <= experts && k <= kMostChosen, "moe_layer: k must be 1 to %ld, got %ld", (long)experts, (long)k);
   DI_NEED(is_stream(out) && is_matrix(out, all, hidden), "moe_layer: out must be [T, %ld]", (long)hidden);
-  const Layer layer{x, codes, scales, gate, bias, gate_up, down, shared_gate_up, shared_down, out, counts,
-                    k, valid_rows(count, all), hidden, experts, routed, shared, (float)p->d[0], (float)p->d[1]};
+  const Layer layer{x,
+                    codes,
+                    scales,
+                    gate,
+                    bias,
+                    gate_up,
+                    down,
+                    shared_gate_up,
+                    shared_down,
+                    out,
+                    counts,
+                    k,
+                    valid_rows(count, all),
+                    hidden,
+                    experts,
+                    routed,
+                    shared,
+                    (float)p->d[0],
+                    (float)p->d[1]};
   layer.run();
   return DI_OK;
 }

@@ -6,7 +6,8 @@ namespace di::DI_LEVEL {
 constexpr int64_t kRowsPerTask = 8;
 
 // Runs body(row, working row) for every row, a few rows a task.
-template <class F> static void each_row(int64_t rows, int64_t width, double item_ns, F body) {
+template <class F>
+static void each_row(int64_t rows, int64_t width, double item_ns, F body) {
   parallel((rows + kRowsPerTask - 1) / kRowsPerTask, rows * width * item_ns, [&](int64_t task) {
     Scratch scratch;
     float* x = scratch.floats(round_up(width, 16));
@@ -21,7 +22,8 @@ int rms_norm(DI_ARGS) {
   DI_NEED(x.ndim == 2 && is_stream(x) && last_contiguous(x), "rms_norm: x must be [T, N] bf16 or f32");
   const int64_t rows = x.shape[0], width = x.shape[1];
   DI_NEED(is_norm_weight(weight, width) && weight.shape[0] == width, "rms_norm: weight must be [%ld]", (long)width);
-  DI_NEED(absent(out) || (is_stream(out) && is_matrix(out, rows, width)), "rms_norm: out must be [T, %ld] bf16 or f32", (long)width);
+  DI_NEED(absent(out) || (is_stream(out) && is_matrix(out, rows, width)), "rms_norm: out must be [T, %ld] bf16 or f32",
+          (long)width);
   DI_NEED(are_codes(codes, scales, rows, width), "rms_norm: out_codes must be [T, N] uint8 with scales [T, N/32]");
   DI_NEED(is_count(count), "rms_norm: count must be int32");
   const int dtype = absent(out) ? x.dtype : out.dtype;
@@ -72,7 +74,8 @@ int quantise(DI_ARGS) {
   const int format = (int)p->i[0];
   DI_NEED(x.ndim == 2 && is_stream(x) && last_contiguous(x), "quantise: x must be [T, N] bf16 or f32");
   const int64_t rows = x.shape[0], width = x.shape[1];
-  DI_NEED(are_format_rows(codes, scales, format, rows, width), "quantise: codes and scales do not fit rows of %ld values", (long)width);
+  DI_NEED(are_format_rows(codes, scales, format, rows, width),
+          "quantise: codes and scales do not fit rows of %ld values", (long)width);
   DI_NEED(absent(flags) || is_vector(flags, DI_U8, rows), "quantise: flags must be uint8 [T]");
   DI_NEED(is_count(count), "quantise: count must be int32");
   each_row(valid_rows(count, rows), width, 0.2, [&](int64_t r, float* y) {
@@ -90,7 +93,8 @@ int dequantise(DI_ARGS) {
   const int format = (int)p->i[0];
   DI_NEED(out.ndim == 2 && is_stream(out) && last_contiguous(out), "dequantise: out must be [T, N] bf16 or f32");
   const int64_t rows = out.shape[0], width = out.shape[1];
-  DI_NEED(are_format_rows(codes, scales, format, rows, width), "dequantise: codes and scales do not fit rows of %ld values", (long)width);
+  DI_NEED(are_format_rows(codes, scales, format, rows, width),
+          "dequantise: codes and scales do not fit rows of %ld values", (long)width);
   DI_NEED(is_count(count), "dequantise: count must be int32");
   each_row(valid_rows(count, rows), width, 0.2, [&](int64_t r, float* y) {
     dequantise_row(row_at(codes, r), row_at(scales, r), width, format, y);

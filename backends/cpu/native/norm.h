@@ -45,7 +45,9 @@ DI_INLINE void rotate_row(float* x, int64_t width, const float* angles, bool inv
   }
 }
 
-DI_INLINE bool is_norm_weight(const di_tensor& w, int64_t width) { return is_stream(w) && is_packed(w, width) && w.ndim == 1; }
+DI_INLINE bool is_norm_weight(const di_tensor& w, int64_t width) {
+  return is_stream(w) && is_packed(w, width) && w.ndim == 1;
+}
 DI_INLINE bool is_rope_table(const di_tensor& table, int64_t width) {
   return table.dtype == DI_F32 && table.ndim == 2 && table.shape[1] % 2 == 0 && table.shape[1] <= width &&
          is_matrix(table, 0, table.shape[1]);

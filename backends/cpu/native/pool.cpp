@@ -15,7 +15,7 @@
 namespace di {
 namespace {
 
-constexpr double kWorthSharingNs = 12000;           // waking a spinning worker costs about 1 us
+constexpr double kWorthSharingNs = 12000;               // waking a spinning worker costs about 1 us
 constexpr auto kSpin = std::chrono::microseconds(100);  // longer than the host takes between two ops of a step
 
 inline void pause() {
@@ -26,9 +26,9 @@ inline void pause() {
 #endif
 }
 
-// A job is open while workers may enter it. A worker counts itself in `inside` before it looks at `open`, and the caller
-// closes the job and then waits for `inside` to become zero: so nobody reads a job's fields while they change, and a worker
-// that wakes late costs the caller nothing.
+// A job is open while workers may enter it. A worker counts itself in `inside` before it looks at `open`, and the
+// caller closes the job and then waits for `inside` to become zero: so nobody reads a job's fields while they change,
+// and a worker that wakes late costs the caller nothing.
 class Pool {
  public:
   void resize(int threads) {
@@ -57,7 +57,10 @@ class Pool {
     work();
     open_.store(false);
     for (int spins = 0; inside_.load() > 0; ++spins) {
-      if (spins < 2000) pause(); else sched_yield();
+      if (spins < 2000)
+        pause();
+      else
+        sched_yield();
     }
   }
 
@@ -142,10 +145,15 @@ Pool& pool() {
 }
 
 struct Arena {
-  struct Chunk { char* base; size_t size; };
+  struct Chunk {
+    char* base;
+    size_t size;
+  };
   std::vector<Chunk> chunks;
   size_t chunk = 0, used = 0;
-  ~Arena() { for (auto& c : chunks) free(c.base); }
+  ~Arena() {
+    for (auto& c : chunks) free(c.base);
+  }
 
   void* take(size_t n) {
     n = (n + 127) & ~size_t{63};

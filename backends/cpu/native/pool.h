@@ -10,8 +10,8 @@ namespace di {
 void set_num_threads(int n);
 int num_threads();
 
-// Runs body(context, task) for every task in [0, tasks). `cost_ns` is a guess of the whole work: little work stays on the
-// calling thread. Calls from inside a task, or while another thread is in here, run on the caller alone.
+// Runs body(context, task) for every task in [0, tasks). `cost_ns` is a guess of the whole work: little work stays on
+// the calling thread. Calls from inside a task, or while another thread is in here, run on the caller alone.
 void parallel_for(int64_t tasks, double cost_ns, void (*body)(void*, int64_t), void* context);
 
 // Memory of the calling thread that lives until the Scratch does. Blocks are 64-byte aligned and have 64 spare bytes.

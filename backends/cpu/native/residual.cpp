@@ -1,7 +1,7 @@
 // Single-pass hyper-connections: hyper_connection_pre and _post, stream_collapse, and the composite residual_site.
 //
-// A token's work: the sum of the old streams (post), the projection of the new ones (pre), their weighted sum, a norm and
-// its codes. All rows stay in cache between the parts. Sinkhorn runs for sixteen tokens at once, one token a lane.
+// A token's work: the sum of the old streams (post), the projection of the new ones (pre), their weighted sum, a norm
+// and its codes. All rows stay in cache between the parts. Sinkhorn runs for sixteen tokens at once, one token a lane.
 #include "norm.h"
 
 namespace di::DI_LEVEL {
@@ -44,7 +44,8 @@ void collapse(const float* s, const float* pre, int64_t m, int64_t hidden, float
   }
 }
 
-template <int R> DI_INLINE void dots(const float* s, const float* w, int64_t width, float* z) {
+template <int R>
+DI_INLINE void dots(const float* s, const float* w, int64_t width, float* z) {
   vf acc[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) acc[r] = splat(0.0f);
@@ -114,7 +115,7 @@ void coefficients(const Site& site, const float* z, int64_t first, int64_t token
   for (int64_t r = 0; r < site.mixes; ++r) {
     float column[16];
     store(column, lanes[r]);
-    float* to = r < m ? data_of<float>(site.pre) + first * m + r
+    float* to = r < m       ? data_of<float>(site.pre) + first * m + r
                 : r < 2 * m ? data_of<float>(site.post) + first * m + r - m
                             : data_of<float>(site.comb) + first * m * m + r - 2 * m;
     const int64_t stride = r < 2 * m ? m : m * m;
@@ -124,21 +125,26 @@ void coefficients(const Site& site, const float* z, int64_t first, int64_t token
 
 int check_site(const Site& site, int64_t rows, di_error* e) {
   const int64_t m = site.m, mixes = site.mixes;
-  DI_NEED(m >= 1 && m <= kMostStreams && site.hidden % 16 == 0, "hyper-connections: 1 to 8 streams of a multiple of 16, got %ld of %ld",
-          (long)m, (long)site.hidden);
-  DI_NEED(is_stream(site.streams) && is_packed(site.streams, rows * m * site.hidden), "hyper-connections: streams must be [T, m, H], contiguous");
+  DI_NEED(m >= 1 && m <= kMostStreams && site.hidden % 16 == 0,
+          "hyper-connections: 1 to 8 streams of a multiple of 16, got %ld of %ld", (long)m, (long)site.hidden);
+  DI_NEED(is_stream(site.streams) && is_packed(site.streams, rows * m * site.hidden),
+          "hyper-connections: streams must be [T, m, H], contiguous");
   DI_NEED(is_packed(site.fn, DI_F32, mixes * m * site.hidden), "hyper-connections: fn must be float32 [(2+m)m, mH]");
-  DI_NEED(is_packed(site.base, DI_F32, mixes) && is_packed(site.scale, DI_F32, 3), "hyper-connections: base and scale must be float32");
-  DI_NEED(is_packed(site.pre_prev, DI_F32, rows * m) && is_packed(site.pre, DI_F32, rows * m) && is_packed(site.post, DI_F32, rows * m) &&
-              is_packed(site.comb, DI_F32, rows * m * m),
+  DI_NEED(is_packed(site.base, DI_F32, mixes) && is_packed(site.scale, DI_F32, 3),
+          "hyper-connections: base and scale must be float32");
+  DI_NEED(is_packed(site.pre_prev, DI_F32, rows * m) && is_packed(site.pre, DI_F32, rows * m) &&
+              is_packed(site.post, DI_F32, rows * m) && is_packed(site.comb, DI_F32, rows * m * m),
           "hyper-connections: pre, post and comb must be float32 [T, m] and [T, m, m], contiguous");
   return DI_OK;
 }
 
-double site_ns(const Site& site, int64_t rows) { return rows * (600.0 + site.m * site.hidden * (0.15 + site.mixes / 25.0)); }
+double site_ns(const Site& site, int64_t rows) {
+  return rows * (600.0 + site.m * site.hidden * (0.15 + site.mixes / 25.0));
+}
 
 // Runs the site for all rows: before(row, s) may change the streams, after(row, x) takes the collapsed input.
-template <class Before, class After> void run_site(const Site& site, int64_t rows, Before before, After after) {
+template <class Before, class After>
+void run_site(const Site& site, int64_t rows, Before before, After after) {
   const int64_t width = site.m * site.hidden;
   // One token a task when there are few, so that threads share them; lanes of the Sinkhorn stay apart in any case.
   const int64_t step = rows <= 8 ? 1 : kTokens;
@@ -166,12 +172,14 @@ int hyper_connection_pre(DI_ARGS) {
   const di_tensor &streams = t[0], &count = t[5], &out = t[6];
   DI_NEED(streams.ndim == 3, "hyper_connection_pre: streams must be [T, m, H]");
   const int64_t rows = streams.shape[0], m = streams.shape[1], hidden = streams.shape[2];
-  const Site site{streams, t[1], t[2], t[3], t[4], t[7], t[8], t[9], (float)p->d[0], (float)p->d[1], p->i[0], m, hidden, (2 + m) * m};
+  const Site site{streams, t[1],           t[2],           t[3],    t[4], t[7],   t[8],
+                  t[9],    (float)p->d[0], (float)p->d[1], p->i[0], m,    hidden, (2 + m) * m};
   if (int status = check_site(site, rows, e)) return status;
   DI_NEED(is_stream(out) && is_matrix(out, rows, hidden), "hyper_connection_pre: out must be [T, %ld]", (long)hidden);
   DI_NEED(is_count(count), "hyper_connection_pre: count must be int32");
-  run_site(site, valid_rows(count, rows), [](int64_t, float*) {},
-           [&](int64_t row, float* x) { write_row(row_at(out, row), out.dtype, hidden, x); });
+  run_site(
+      site, valid_rows(count, rows), [](int64_t, float*) {},
+      [&](int64_t row, float* x) { write_row(row_at(out, row), out.dtype, hidden, x); });
   return DI_OK;
 }
 
@@ -182,8 +190,10 @@ int hyper_connection_post(DI_ARGS) {
   DI_NEED(streams.ndim == 3 && is_stream(streams) && streams.shape[1] <= kMostStreams && streams.shape[2] % 16 == 0,
           "hyper_connection_post: streams must be [T, m, H] with at most 8 streams and H a multiple of 16");
   const int64_t all = streams.shape[0], m = streams.shape[1], hidden = streams.shape[2];
-  DI_NEED(is_packed(streams, 0) && is_stream(y) && is_matrix(y, all, hidden), "hyper_connection_post: y must be [T, H], streams contiguous");
-  DI_NEED(is_packed(post, DI_F32, all * m) && is_packed(comb, DI_F32, all * m * m), "hyper_connection_post: post and comb must be float32");
+  DI_NEED(is_packed(streams, 0) && is_stream(y) && is_matrix(y, all, hidden),
+          "hyper_connection_post: y must be [T, H], streams contiguous");
+  DI_NEED(is_packed(post, DI_F32, all * m) && is_packed(comb, DI_F32, all * m * m),
+          "hyper_connection_post: post and comb must be float32");
   DI_NEED(is_count(count), "hyper_connection_post: count must be int32");
   const int64_t rows = valid_rows(count, all);
   parallel(rows, rows * m * hidden * 0.4, [&](int64_t row) {
@@ -205,7 +215,8 @@ int stream_collapse(DI_ARGS) {
           "stream_collapse: streams must be [T, m, H], contiguous, H a multiple of 16");
   const int64_t all = streams.shape[0], m = streams.shape[1], hidden = streams.shape[2];
   DI_NEED(is_packed(pre, DI_F32, all * m), "stream_collapse: pre must be float32 [T, m]");
-  DI_NEED(is_stream(out) && is_matrix(out, all, hidden) && is_count(count), "stream_collapse: out must be [T, %ld]", (long)hidden);
+  DI_NEED(is_stream(out) && is_matrix(out, all, hidden) && is_count(count), "stream_collapse: out must be [T, %ld]",
+          (long)hidden);
   const int64_t rows = valid_rows(count, all);
   parallel(rows, rows * m * hidden * 0.2, [&](int64_t row) {
     Scratch scratch;
@@ -225,13 +236,17 @@ int residual_site(DI_ARGS) {
   const di_tensor &codes = t[11], &scales = t[12];
   DI_NEED(streams.ndim == 3, "residual_site: streams must be [T, m, H]");
   const int64_t rows = streams.shape[0], m = streams.shape[1], hidden = streams.shape[2];
-  const Site site{streams, t[3], t[4], t[5], t[6], t[13], t[14], t[15], (float)p->d[0], (float)p->d[1], p->i[0], m, hidden, (2 + m) * m};
+  const Site site{streams, t[3],           t[4],           t[5],    t[6], t[13],  t[14],
+                  t[15],   (float)p->d[0], (float)p->d[1], p->i[0], m,    hidden, (2 + m) * m};
   if (int status = check_site(site, rows, e)) return status;
   const bool add = !absent(y);
-  DI_NEED(!add || (is_stream(y) && is_matrix(y, rows, hidden) && is_packed(post, DI_F32, rows * m) && is_packed(comb, DI_F32, rows * m * m)),
+  DI_NEED(!add || (is_stream(y) && is_matrix(y, rows, hidden) && is_packed(post, DI_F32, rows * m) &&
+                   is_packed(comb, DI_F32, rows * m * m)),
           "residual_site: y, post and comb go together: [T, H], float32 [T, m] and [T, m, m]");
-  DI_NEED(is_norm_weight(weight, hidden) && is_stream(out) && is_matrix(out, rows, hidden), "residual_site: out must be [T, %ld]", (long)hidden);
-  DI_NEED(are_codes(codes, scales, rows, hidden), "residual_site: out_codes must be uint8 [T, H] with scales [T, H/32]");
+  DI_NEED(is_norm_weight(weight, hidden) && is_stream(out) && is_matrix(out, rows, hidden),
+          "residual_site: out must be [T, %ld]", (long)hidden);
+  DI_NEED(are_codes(codes, scales, rows, hidden),
+          "residual_site: out_codes must be uint8 [T, H] with scales [T, H/32]");
   DI_NEED(is_count(count), "residual_site: count must be int32");
   run_site(
       site, valid_rows(count, rows),
@@ -240,7 +255,8 @@ int residual_site(DI_ARGS) {
         Scratch scratch;
         float* fresh = scratch.floats(hidden);
         read_row(row_at(y, row), y.dtype, hidden, fresh);
-        mix_streams(s, fresh, data_of<float>(post) + row * m, data_of<float>(comb) + row * m * m, m, hidden, streams.dtype);
+        mix_streams(s, fresh, data_of<float>(post) + row * m, data_of<float>(comb) + row * m * m, m, hidden,
+                    streams.dtype);
         write_row(row_at(streams, row), streams.dtype, m * hidden, s);
       },
       [&](int64_t row, float* x) {

@@ -16,7 +16,9 @@ DI_INLINE int64_t format_value_bytes(int format, int64_t width) {
   if (format < DI_FP8_32 || format > DI_MXFP4_32 || width <= 0 || width % format_group(format)) return -1;
   return format == DI_FP8_32 ? width : width / 2;
 }
-DI_INLINE int64_t format_scale_bytes(int format, int64_t width) { return format == DI_ROW_F32 ? 0 : width / format_group(format); }
+DI_INLINE int64_t format_scale_bytes(int format, int64_t width) {
+  return format == DI_ROW_F32 ? 0 : width / format_group(format);
+}
 
 DI_INLINE float e8m0_value(uint8_t code) {
   uint32_t bits = code == 255 ? 0x7FC00000u : code == 0 ? 0x00400000u : (uint32_t)code << 23;
@@ -140,7 +142,8 @@ DI_INLINE bool quantise_row(const float* x, int64_t width, int format, uint8_t* 
   }
   const int group = format_group(format), step = format == DI_FP8_32 ? 32 : group / 2;
   bool bad = false;
-  for (int64_t g = 0; g < width / group; ++g) bad |= quantise_group(x + g * group, format, codes + g * step, scales + g);
+  for (int64_t g = 0; g < width / group; ++g)
+    bad |= quantise_group(x + g * group, format, codes + g * step, scales + g);
   return bad;
 }
 
@@ -154,7 +157,8 @@ DI_INLINE void dequantise_row(const uint8_t* codes, const uint8_t* scales, int64
       store(x + 32 * g + 16, decode_e4m3(codes + 32 * g + 16) * s);
     }
   } else if (format == DI_FP4_16) {
-    for (int64_t g = 0; g < width / 16; ++g) store(x + 16 * g, decode_e2m1(codes + 8 * g) * splat(decode_e4m3(scales[g])));
+    for (int64_t g = 0; g < width / 16; ++g)
+      store(x + 16 * g, decode_e2m1(codes + 8 * g) * splat(decode_e4m3(scales[g])));
   } else {
     for (int64_t g = 0; g < width / 32; ++g) {
       vf s = splat(e8m0_value(scales[g]));

@@ -26,7 +26,7 @@ bool usable(const float* x, int64_t vocab) {
   store(lanes, poison);
   for (float lane : lanes) number &= lane == 0.0f;
   if (i > 0) top = max_lane(highest);
-  for (; i < vocab; ++i) number &= x[i] < __builtin_inff(), top = x[i] > top ? x[i] : top;
+  for (; i < vocab; ++i) number &= x[i]<__builtin_inff(), top = x[i]> top ? x[i] : top;
   return number && top > kNever;
 }
 
@@ -49,7 +49,8 @@ void philox(uint64_t seed, uint32_t position, uint32_t purpose, uint32_t first, 
     }
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
-  for (int i = 0; i < 16; ++i) words[4 * i] = c0[i], words[4 * i + 1] = c1[i], words[4 * i + 2] = c2[i], words[4 * i + 3] = c3[i];
+  for (int i = 0; i < 16; ++i)
+    words[4 * i] = c0[i], words[4 * i + 1] = c1[i], words[4 * i + 2] = c2[i], words[4 * i + 3] = c3[i];
 }
 
 // Gumbel noise of sixteen 32-bit words. Above one half 1 - u is exact where u is not.
@@ -82,7 +83,10 @@ int64_t draw(const float* x, int64_t vocab, uint64_t seed, int32_t position, int
   return best;
 }
 
-struct Ranked { float value; int32_t id; };
+struct Ranked {
+  float value;
+  int32_t id;
+};
 int by_rank(const void* a, const void* b) {
   const Ranked &x = *static_cast<const Ranked*>(a), &y = *static_cast<const Ranked*>(b);
   if (x.value != y.value) return x.value > y.value ? -1 : 1;
@@ -128,9 +132,11 @@ void filter(float* x, int64_t vocab, int64_t top_k, float top_p, float min_p) {
 // logits f32[S, V], flags u8[S]
 int nan_row_flags(DI_ARGS) {
   DI_NEED_CALL(2, 0, 0);
-  DI_NEED(is_logits(t[0]) && is_vector(t[1], DI_U8, t[0].shape[0]), "nan_row_flags: logits must be float32 [S, V], flags uint8 [S]");
+  DI_NEED(is_logits(t[0]) && is_vector(t[1], DI_U8, t[0].shape[0]),
+          "nan_row_flags: logits must be float32 [S, V], flags uint8 [S]");
   const int64_t rows = t[0].shape[0], vocab = t[0].shape[1];
-  parallel(rows, rows * vocab * 0.1, [&](int64_t r) { data_of<uint8_t>(t[1])[r] = !usable(logit_row(t[0], r), vocab); });
+  parallel(rows, rows * vocab * 0.1,
+           [&](int64_t r) { data_of<uint8_t>(t[1])[r] = !usable(logit_row(t[0], r), vocab); });
   return DI_OK;
 }
 
@@ -140,14 +146,21 @@ int sample(DI_ARGS) {
   const di_tensor& logits = t[0];
   DI_NEED(is_logits(logits), "sample: logits must be float32 [S, V]");
   const int64_t rows = logits.shape[0], vocab = logits.shape[1];
-  DI_NEED(is_vector(t[1], DI_F32, rows) && is_vector(t[2], DI_I32, rows) && is_vector(t[3], DI_F32, rows) && is_vector(t[4], DI_F32, rows) &&
-              is_vector(t[5], DI_I64, rows) && is_vector(t[6], DI_I32, rows) && is_vector(t[7], DI_I32, rows),
+  DI_NEED(is_vector(t[1], DI_F32, rows) && is_vector(t[2], DI_I32, rows) && is_vector(t[3], DI_F32, rows) &&
+              is_vector(t[4], DI_F32, rows) && is_vector(t[5], DI_I64, rows) && is_vector(t[6], DI_I32, rows) &&
+              is_vector(t[7], DI_I32, rows),
           "sample: temperature, top_p, min_p float32; top_k, positions, tokens int32; seeds int64; all [S]");
   parallel(rows, rows * vocab * 3.0, [&](int64_t r) {
     const float *x = logit_row(logits, r), temperature = data_of<float>(t[1])[r];
     int32_t* token = data_of<int32_t>(t[7]) + r;
-    if (!usable(x, vocab)) { *token = -1; return; }
-    if (!(temperature > 0.0f)) { *token = (int32_t)best_of(x, vocab); return; }
+    if (!usable(x, vocab)) {
+      *token = -1;
+      return;
+    }
+    if (!(temperature > 0.0f)) {
+      *token = (int32_t)best_of(x, vocab);
+      return;
+    }
     Scratch scratch;
     float* scaled = scratch.floats(vocab);
     for (int64_t i = 0; i < vocab; ++i) scaled[i] = x[i] / temperature;
@@ -165,9 +178,10 @@ int top_logprobs(DI_ARGS) {
   const di_tensor &logits = t[0], &ids = t[4], &values = t[5];
   DI_NEED(is_logits(logits) && ids.ndim == 2, "top_logprobs: logits must be float32 [S, V]");
   const int64_t rows = logits.shape[0], vocab = logits.shape[1], k = ids.shape[1];
-  DI_NEED(is_vector(t[1], DI_I32, rows) && is_vector(t[2], DI_F32, rows) && is_vector(t[3], DI_I32, rows) && is_packed(ids, DI_I32, rows * k) &&
-              is_packed(values, DI_F32, rows * k) && k <= vocab,
-          "top_logprobs: chosen and chosen_rank int32, chosen_logprob float32 [S]; ids int32, values float32 [S, k], k at most V");
+  DI_NEED(is_vector(t[1], DI_I32, rows) && is_vector(t[2], DI_F32, rows) && is_vector(t[3], DI_I32, rows) &&
+              is_packed(ids, DI_I32, rows * k) && is_packed(values, DI_F32, rows * k) && k <= vocab,
+          "top_logprobs: chosen and chosen_rank int32, chosen_logprob float32 [S]; ids int32, values float32 [S, k], k "
+          "at most V");
   parallel(rows, rows * vocab * 2.0, [&](int64_t r) {
     Scratch scratch;
     const float* x = logit_row(logits, r);
@@ -193,24 +207,32 @@ int top_logprobs(DI_ARGS) {
     Ranked* sorted = static_cast<Ranked*>(scratch.bytes(k * sizeof(Ranked)));
     for (int64_t j = 0; j < k; ++j) sorted[j] = {good ? x[best[j]] : kNever, best[j]};
     qsort(sorted, k, sizeof(Ranked), by_rank);
-    for (int64_t j = 0; j < k; ++j) best[j] = sorted[j].id, data_of<float>(values)[r * k + j] = good ? sorted[j].value - top - log_total : kNever;
+    for (int64_t j = 0; j < k; ++j)
+      best[j] = sorted[j].id, data_of<float>(values)[r * k + j] = good ? sorted[j].value - top - log_total : kNever;
   });
   return DI_OK;
 }
 
-// history i32[slots, L], slots, prompt_len, length i32[S], repetition, presence, frequency f32[S], bias_offsets i32[S+1],
-// bias_ids i32[n], bias_values f32[n], allowed i32[S, W]?, logits f32[S, V] inout
+// history i32[slots, L], slots, prompt_len, length i32[S], repetition, presence, frequency f32[S], bias_offsets
+// i32[S+1], bias_ids i32[n], bias_values f32[n], allowed i32[S, W]?, logits f32[S, V] inout
 int mask_logits(DI_ARGS) {
   DI_NEED_CALL(12, 0, 0);
   const di_tensor &history = t[0], &offsets = t[7], &bias_ids = t[8], &allowed = t[10], &logits = t[11];
-  DI_NEED(is_logits(logits) && history.dtype == DI_I32 && history.ndim == 2 && last_contiguous(history), "mask_logits: logits float32 [S, V], history int32 [slots, L]");
+  DI_NEED(is_logits(logits) && history.dtype == DI_I32 && history.ndim == 2 && last_contiguous(history),
+          "mask_logits: logits float32 [S, V], history int32 [slots, L]");
   const int64_t rows = logits.shape[0], vocab = logits.shape[1], entries = bias_ids.ndim == 1 ? bias_ids.shape[0] : 0;
-  for (int i = 1; i <= 6; ++i) DI_NEED(is_vector(t[i], i <= 3 ? DI_I32 : DI_F32, rows), "mask_logits: lengths must be int32 [S], penalties float32 [S]");
-  DI_NEED(is_vector(offsets, DI_I32, rows + 1) && is_vector(bias_ids, DI_I32, entries) && is_vector(t[9], DI_F32, entries), "mask_logits: biases must be int32 [S+1], int32 [n], float32 [n]");
-  DI_NEED(absent(allowed) || (allowed.dtype == DI_I32 && allowed.ndim == 2 && allowed.shape[1] * 32 >= vocab && is_matrix(allowed, rows, allowed.shape[1])),
+  for (int i = 1; i <= 6; ++i)
+    DI_NEED(is_vector(t[i], i <= 3 ? DI_I32 : DI_F32, rows),
+            "mask_logits: lengths must be int32 [S], penalties float32 [S]");
+  DI_NEED(
+      is_vector(offsets, DI_I32, rows + 1) && is_vector(bias_ids, DI_I32, entries) && is_vector(t[9], DI_F32, entries),
+      "mask_logits: biases must be int32 [S+1], int32 [n], float32 [n]");
+  DI_NEED(absent(allowed) || (allowed.dtype == DI_I32 && allowed.ndim == 2 && allowed.shape[1] * 32 >= vocab &&
+                              is_matrix(allowed, rows, allowed.shape[1])),
           "mask_logits: allowed must be int32 [S, ceil(V / 32)]");
   parallel(rows, rows * (vocab * 0.3 + 500), [&](int64_t r) {
-    float *x = logit_row(logits, r), repetition = data_of<float>(t[4])[r], presence = data_of<float>(t[5])[r], frequency = data_of<float>(t[6])[r];
+    float *x = logit_row(logits, r), repetition = data_of<float>(t[4])[r], presence = data_of<float>(t[5])[r],
+          frequency = data_of<float>(t[6])[r];
     const int64_t slot = data_of<int32_t>(t[1])[r], prompt = data_of<int32_t>(t[2])[r];
     int64_t length = slot >= 0 && slot < history.shape[0] ? data_of<int32_t>(t[3])[r] : 0;
     length = length < history.shape[1] ? length : history.shape[1];

@@ -34,7 +34,8 @@ static inline uint32_t threshold(const uint32_t* ranks, int64_t count, int64_t k
 }
 
 // Ids of the k best, ascending by column, ties to the lower column, -1 at the end.
-template <class Id> static inline void pick(const uint32_t* ranks, int64_t count, int64_t k, int32_t* to, Id id) {
+template <class Id>
+static inline void pick(const uint32_t* ranks, int64_t count, int64_t k, int32_t* to, Id id) {
   int64_t equal, picked = 0;
   const uint32_t least = k > 0 ? threshold(ranks, count, k, &equal) : 0;
   for (int64_t i = 0; i < count && picked < k; ++i) {

@@ -1,8 +1,10 @@
 // Sixteen float32 lanes on every target.
 //
-// A kernel source is compiled once per instruction level (DI_LEVEL names the namespace), and all levels must give the same
-// bits. So there is one logical width, fused multiply-add is always written as fma(), contraction is off, and a sum over
-// lanes has one order. Nothing here may have external linkage shared between levels: no std:: templates.
+// A kernel source is compiled once per instruction level (DI_LEVEL names the namespace), and all levels must give the
+// same bits. So there is one logical width, fused multiply-add is always written as fma(), contraction is off, and a
+// sum over lanes has one order. Nothing here may have external linkage shared between levels: no std:: templates.
+//
+// clang-format off: one operation a line.
 #pragma once
 
 #include <stdint.h>
