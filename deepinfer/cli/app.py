@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import deepinfer
-from deepinfer.cli import bench, chat, environment, generate, hal
+from deepinfer.cli import bench, chat, environment, generate, hal, hal_ladder, hal_new
 from deepinfer.cli.groups import add_command, new_app
 from deepinfer.cli.options import Json, human_size
 
@@ -50,6 +50,8 @@ add_command(app, "chat", chat.chat)
 add_command(app, "check", check)
 add_command(app, "collect-env", environment.collect_env)
 add_command(hal_app, "list", hal.hal_list)
+add_command(hal_app, "new", hal_new.hal_new)
+add_command(hal_app, "ladder", hal_ladder.hal_ladder)
 add_command(bench_app, "latency", bench.latency)
 add_command(bench_app, "throughput", bench.throughput)
 add_command(bench_app, "host", bench.host)

@@ -9,13 +9,15 @@ from deepinfer_hal.c_abi import CLibrary
 from deepinfer_hal.kernel import No, Yes
 
 # [supports]
-DENSE_OUTPUTS = ("bf16", "f32", "u8", None)
+DTYPES = ("bf16", "f32", "u8", "i32", None)
 
 
 def supports(call):
-    """The kernels know every row format, and no dtypes but these."""
-    out = call.statics.get("out")
-    return Yes() if out in DENSE_OUTPUTS else No(f"no kernel writes {out}")
+    """The kernels read and write these dtypes; a model in any other is refused with a reason, never served wrongly."""
+    for name in ("x", "q", "out"):
+        if call.statics.get(name) not in DTYPES:
+            return No(f"{name} is {call.statics[name]}; the kernels know {', '.join(filter(None, DTYPES))}")
+    return Yes()
 
 
 # [/supports]
