@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 TRAINED = ROOT / "deepinfer" / "models" / "nano"
 TOOLS = ROOT / "tools" / "nano"
 MODELS = ("random", "trained")
+RANDOM = {"random": 1.0, "calm": 0.1}
 _KEEP = []  # temporary folders, held until the tests end
 
 
@@ -39,19 +40,22 @@ def nano_tools():
 
 @functools.cache
 def nano_folder(name: str) -> Path:
-    """Folder of the `random` or `trained` checkpoint; skips the calling test when the trained one is not there."""
-    if name == "random":
-        keep = tempfile.TemporaryDirectory(prefix="nano-random-")
+    """Folder of the `random`, `calm` or `trained` checkpoint; skips the calling test when the trained one is not there.
+
+    calm: random, with sub-layer outputs a tenth as large, so that one flipped code does not change everything after it.
+    """
+    if name in RANDOM:
+        keep = tempfile.TemporaryDirectory(prefix=f"nano-{name}-")
         _KEEP.append(keep)
-        write_random_nano(Path(keep.name))
+        write_random_nano(Path(keep.name), output_scale=RANDOM[name])
         return Path(keep.name)
     if not (TRAINED / "config.json").is_file():
         pytest.skip(f"no trained nano at {TRAINED.relative_to(ROOT)}")
     return TRAINED
 
 
-def write_random_nano(folder: Path, seed: int = 11) -> None:
-    """A checkpoint in the released format, with nano's shapes."""
+def write_random_nano(folder: Path, seed: int = 11, output_scale: float = 1.0) -> None:
+    """A checkpoint in the released format, with nano's shapes. output_scale: of what attention and experts give out."""
     with nano_tools():
         from config import config_json
         from export import export_checkpoint
@@ -62,7 +66,7 @@ def write_random_nano(folder: Path, seed: int = 11) -> None:
         tokenizer = _tokenizer_folder(folder)
         token_map = engram_token_map(tokenizer / "tokenizer.json", 2048)
         config = config_json(int(token_map.max()) + 1)
-        export_checkpoint(folder, config, _harden(init_weights(config, seed), seed + 1), tokenizer)
+        export_checkpoint(folder, config, _harden(init_weights(config, seed), seed + 1, output_scale), tokenizer)
 
 
 def _tokenizer_folder(folder: Path) -> Path:
@@ -78,7 +82,7 @@ def _tokenizer_folder(folder: Path) -> Path:
     return made
 
 
-def _harden(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+def _harden(weights: dict[str, torch.Tensor], seed: int, output_scale: float) -> dict[str, torch.Tensor]:
     """Starting weights are near a plain residual network; these make every tensor count."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,7 +99,9 @@ def _harden(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tens
             weight = normal(weight, 0.2)
         elif name.endswith("_scale"):
             weight = weight + normal(weight, 0.05)
-        elif name.endswith(("wo_b.weight", "head.weight")) or ".w2." in name:
+        elif name.endswith("wo_b.weight") or ".w2." in name:
+            weight = normal(weight, output_scale / math.sqrt(weight.shape[1]))
+        elif name.endswith("head.weight"):
             weight = normal(weight, 1.0 / math.sqrt(weight.shape[1]))
         elif name.endswith("confidence_head.proj.weight"):
             weight = normal(weight, 0.1)
@@ -105,11 +111,11 @@ def _harden(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tens
 
 @functools.cache
 def nano_text(name: str, tokens: int = 300, seed: int = 0) -> np.ndarray:
-    """int32 [tokens], from the begin token on: ids at random for `random`, a fixed English text for `trained`.
+    """int32 [tokens], from the begin token on: a fixed English text for `trained`, ids at random for the others.
 
     seed: another stretch. Structural tokens (image, chat, noise) are left out.
     """
-    if name == "random":
+    if name in RANDOM:
         ids = np.random.default_rng(100 + seed).integers(3, 2030, tokens)
     else:
         from deepinfer.tokenizer import Tokenizer

@@ -74,11 +74,12 @@ def noise_spread(name: str) -> torch.Tensor:
     return spread
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["calm", "trained"])
 @pytest.mark.parametrize("chunk", [7, 129, None])
 def test_with_rounded_rows_at_least_95_percent_of_rows_agree_as_far_as_noise_lets_them(name, chunk):
     found = run_chunks(float32_runner(name, "auto"), nano_text(name), chunk)
     difference = largest(found, expected(name, "none", "canonical"))
+    assert noise_spread(name).median() <= 1e-2, "noise alone changes so much that the comparison would say nothing"
     assert (difference <= 1e-4 + 4 * noise_spread(name)).float().mean() >= 0.95
 
 
