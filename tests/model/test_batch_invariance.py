@@ -24,7 +24,7 @@ needs_native = pytest.mark.skipif(native_unavailable_reason() is not None, reaso
 
 @functools.cache
 def invariant_runner(name: str, numerics: str):
-    return nano_runner(name, with_draft=False, batch_invariant=True, **NUMERICS[numerics])
+    return nano_runner(name, batch_invariant=True, **NUMERICS[numerics])
 
 
 @functools.cache
@@ -79,6 +79,28 @@ def test_thread_counts_change_no_bit(name, numerics):
         assert_same_bits(logits, wanted)
 
 
+@needs_native
+@both
+def test_drafts_and_their_confidence_do_not_depend_on_neighbours_or_slots(name, numerics):
+    runner, ids, anchors = invariant_runner(name, numerics), nano_text(name), [200, 131, 4]
+    gold = ids[np.array(anchors) + 1]
+
+    def draft(places: list[tuple[int, int]]) -> list[tuple[torch.Tensor, ...]]:
+        """Drafts in one call after the anchors of the given numbers, in the given slots."""
+        for which, slot in places:
+            for _ in runner.prefill(ids[: anchors[which] + 1], 64, slot=slot, first_block=5 * slot):
+                pass
+        which, slots = (np.array(column) for column in zip(*places, strict=True))
+        arrays = (slots, np.array(anchors)[which], gold[which])
+        found = runner.network.draft(*(runner.upload(array.astype(np.int32)) for array in arrays))
+        return list(zip(found.draft_logits, found.tokens, found.confidence, strict=True))
+
+    together = draft([(0, 4), (1, 2), (2, 7)])
+    for which in range(3):
+        (single,) = draft([(which, 0)])
+        assert all(torch.equal(one, other) for one, other in zip(single, together[which], strict=True))
+
+
 def replace_kernels(monkeypatch, op, **changes):
     """Offers the CPU backend's kernels with changes to one of them; `fn` gets the kernel it replaces."""
     offered = CpuBackend().kernels(0)
@@ -107,7 +129,7 @@ def test_a_kernel_that_looks_at_the_number_of_rows_is_noticed(monkeypatch, op):
         return call
 
     replace_kernels(monkeypatch, op, fn=batch_dependent)
-    runner = nano_runner("random", with_draft=False, batch_invariant=True, **NUMERICS["float32"])
+    runner = nano_runner("random", batch_invariant=True, **NUMERICS["float32"])
     found = run_chunks(runner, nano_text("random"), 7)
     assert not torch.equal(found, alone("random", "float32"))
 
@@ -118,13 +140,13 @@ def test_a_kernel_that_looks_at_the_number_of_rows_is_noticed(monkeypatch, op):
 def test_the_engine_refuses_to_start_and_names_an_op_whose_kernel_is_not_invariant(monkeypatch, op, states):
     replace_kernels(monkeypatch, op, invariant=states)
     with pytest.raises(Unsupported, match=f"op '{op}' in batch-invariant mode.*batch invariance is '{states}'"):
-        nano_runner("random", with_draft=False, batch_invariant=True, fallback="forbid")
+        nano_runner("random", batch_invariant=True, fallback="forbid")
 
 
 def test_the_references_alone_are_refused(monkeypatch):
     monkeypatch.setattr(CpuBackend, "kernels", lambda self, index: [])
     with pytest.raises(Unsupported, match="in batch-invariant mode.*reference::.*batch invariance is '(no|unknown)'"):
-        nano_runner("random", with_draft=False, batch_invariant=True)
+        nano_runner("random", batch_invariant=True)
 
 
 def test_without_the_mode_the_references_run_and_their_bits_do_depend_on_the_batch(monkeypatch):
