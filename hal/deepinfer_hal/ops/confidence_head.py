@@ -31,7 +31,10 @@ def confidence_head(
     joined = torch.cat([wide(raw), wide(mu)], dim=-1)
     value = row_sum(joined * wide(weight[0]))
     logit.copy_(value)
-    probability.copy_(torch.sigmoid((value / temperature).clamp(-LIMIT, LIMIT)))
+    scaled = (value / temperature).clamp(-LIMIT, LIMIT)
+    # Whole vectors only: torch's exponential of a vector and of a remaining scalar differ in the last bit.
+    padded = torch.nn.functional.pad(scaled, (0, -scaled.shape[0] % 64))
+    probability.copy_(torch.sigmoid(padded)[: scaled.shape[0]])
 
 
 def _check(args: Mapping[str, Any]) -> None:

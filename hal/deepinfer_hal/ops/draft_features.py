@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from deepinfer_hal.card import COUNT, Case, OpCard, out, register, sum_tolerance, tensor
 from deepinfer_hal.ops import _cache_cases as cases
-from deepinfer_hal.ops._common import count_tensor, dtype_of, generator, poisoned, valid_rows, wide
+from deepinfer_hal.ops._common import count_tensor, dtype_of, generator, largest, poisoned, valid_rows, wide
 
 
 def draft_features(streams, count, out) -> None:
@@ -38,7 +38,7 @@ def generate(case, seed, device, prepare) -> dict:
 
 
 def tolerance(args, name):
-    return sum_tolerance(args["out"].dtype, args["streams"].shape[1], magnitude=4.0)
+    return sum_tolerance(args["out"].dtype, args["streams"].shape[1], magnitude=largest(args["streams"]))
 
 
 CARD = register(

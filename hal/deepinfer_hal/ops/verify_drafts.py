@@ -35,6 +35,8 @@ def verify_drafts(
     really samples from), draft d stands iff u < p(d) / q(d), u of purpose ACCEPT; the token after a refusal is the
     Gumbel-max of the positive part of p - q under noise of purpose RESIDUAL; after all stand, the next target.
     """
+    if rule not in RULES:
+        raise BadCall(f"verify_drafts: rule {rule!r} is not one of {', '.join(RULES)}")
     if target.shape[0] == 0:
         return
     width = drafts.shape[1]
