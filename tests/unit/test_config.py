@@ -304,8 +304,8 @@ def test_importing_beside_a_foreign_distribution_fails_with_one_sentence(tmp_pat
     (tmp_path / "deepinfer").mkdir()
     for name in ("__init__.py", "_ownership.py"):
         (tmp_path / "deepinfer" / name).write_text((ROOT / "deepinfer" / name).read_text())
-    done = subprocess.run(
-        [sys.executable, "-c", "import deepinfer"], cwd=tmp_path, capture_output=True, text=True, check=False
+    done = subprocess.run(  # -S: an editable installation would be found before the folder
+        [sys.executable, "-S", "-c", "import deepinfer"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.stderr.strip().splitlines()[-1].startswith("ImportError: another distribution (deepinfer 9.9) owns")
 
