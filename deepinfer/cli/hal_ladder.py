@@ -12,7 +12,7 @@ from deepinfer.cli.terminal import print_json, print_rich, table
 
 def hal_ladder(
     backend: Annotated[str, typer.Option(help="A backend's name, with an index as in cpu:0.")],
-    rung: Annotated[int | None, typer.Option(min=1, help="Look at this rung alone; the exit status tells if it is reached.")] = None,
+    rung: Annotated[int | None, typer.Option(min=1, help="This rung alone; the exit status tells if it is reached.")] = None,
     as_json: Json = False,
 ) -> int:
     """Rungs of a port: first token, KV and attention, GEMM and MoE, communication, graphs, speed; and what is missing.

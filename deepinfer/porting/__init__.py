@@ -47,6 +47,6 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 
 def backend_lines(folder: Path) -> int:
-    """Lines of backend Python in a port's folder: those that are not blank, tests left out."""
-    files = [path for path in folder.rglob("*.py") if "tests" not in path.relative_to(folder).parts]
+    """Lines of backend Python in a port's folder: those that are not blank, tests and what pip builds left out."""
+    files = [path for path in folder.rglob("*.py") if not {"tests", "build"} & set(path.relative_to(folder).parts)]
     return sum(1 for path in files for line in path.read_text(encoding="utf-8").splitlines() if line.strip())

@@ -51,13 +51,16 @@ class Standing:
 
 
 def _groups(*names: str, also: tuple[str, ...] = ()) -> Callable[[OpCard], bool]:
-    return lambda card: card.group in names or card.name in also
+    """Plain ops of these groups; composites, which may reach across rungs, only where `also` names them."""
+    return lambda card: (card.group in names and not card.decomposition) or card.name in also
 
+
+_KV_AND_ATTENTION = _groups("attention", also=("write_kv", "store_draft_kv"))
 
 RUNGS = (
     Rung("first token", "every op runs on the device and is right", lambda card: True, kernels=False),
-    Rung("KV and attention", "own kernels for caches, indexer and attention", _groups("attention", also=("store_draft_kv",))),
-    Rung("GEMM and MoE", "own kernels for projections and experts", _groups("gemm", "moe")),
+    Rung("KV and attention", "own kernels for caches, indexer and attention", _KV_AND_ATTENTION),
+    Rung("GEMM and MoE", "own kernels for projections and experts", _groups("gemm", "moe", also=("moe_layer",))),
     Rung("communication", "a communicator, so that ranks share the experts", _groups("communication")),
     Rung("graphs", "a step is captured once and replayed", lambda card: False),
     Rung("speed", "no op falls to its reference", lambda card: card.group != "communication"),
