@@ -2,8 +2,6 @@
 
 import time
 
-import torch
-
 from deepinfer_hal.conformance.checks._base import Check, Profile
 from deepinfer_hal.conformance.problem import Problem
 from deepinfer_hal.conformance.verdict import CheckFailed
@@ -22,7 +20,7 @@ def run(problem: Problem, profile: Profile) -> None:
         placed.reset()
         problem.call(placed.args)
         for arena, first in zip(placed.arenas, wanted, strict=True):
-            if not torch.equal(arena.buffer, first):
+            if bool((arena.buffer != first).any()):  # in ops that every device must have
                 raise CheckFailed(f"run {repetition + 1} gave other bits in {' / '.join(arena.layouts)} than run 1")
 
 
