@@ -96,30 +96,62 @@ class Attention:
         self.select_blocks = dispatcher.bind("select_candidate_blocks")
         formats = {"window_format": numerics.window_format, "compressed_format": numerics.main_format}
         self.sparse_attention = dispatcher.bind("sparse_attention", q=dense, **formats)
+        self.layer = dispatcher.bind("attention_decode_layer", x=act, out=dense, **formats)
         self.copy_rows = dispatcher.bind("copy_rows", "window")
 
     def __call__(self, block: BlockWeights, topology: Any, meta: StepMeta, views: Any) -> None:
         table = self.tables[topology.rope]
-        x, x_scale = (views.x_q, views.x_q_scale) if self.numerics.quantise_activations else (views.x, None)
-        self.attn_in(x, x_scale, block.attn_in, None, views.attn_in, None)
-        q_latent, q_scale = self._query(block, meta, views, table)
-        window = self._store_window(block, topology.layer, meta, views, table)
-        selected = compressed = None
-        if topology.ratio:
-            ratio = meta.ratios[topology.ratio]
-            if topology.owns_kv:
-                self._store_compressed(block, topology, meta, ratio, views, table)
-            if topology.owns_index_query:
-                self._select(block, topology, meta, ratio, views, q_latent, q_scale, table)
-            selected, compressed = views.selected, self.state.main_rows(topology.kv_source)
-        self.sparse_attention(
-            views.q, window, meta.window_base, meta.window_origin, meta.window_modulo, self.numerics.window_format,
-            compressed, meta.block_tables if topology.ratio else None, self.numerics.main_format,
-            BLOCK_TOKENS // topology.ratio if topology.ratio else 0, selected, meta.row_to_req, meta.positions, block.sink,
-            self.scale, self.text.sliding_window, None, views.o,
-        )  # fmt: skip
+        window = self._window(topology.layer, meta)
+        if topology.owns_kv or topology.owns_index_query:
+            self._source_layer(block, topology, meta, views, table, window)
+        else:
+            self._consumer_layer(block, topology, meta, views, table, window)
         if meta.flat:
             self.copy_rows(window, meta.save_src, meta.save_dst, self.state.ring(topology.layer))
+
+    def _input(self, views: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (views.x_q, views.x_q_scale) if self.numerics.quantise_activations else (views.x, None)
+
+    def _selected(self, topology: Any, meta: StepMeta, views: Any) -> tuple[Any, ...]:
+        """What sparse attention reads of the compressed rows: cache, block table, format, rows of a block, selection."""
+        if not topology.ratio:
+            return None, None, self.numerics.main_format, 0, None
+        rows = self.state.main_rows(topology.kv_source)
+        return rows, meta.block_tables, self.numerics.main_format, BLOCK_TOKENS // topology.ratio, views.selected
+
+    def _consumer_layer(
+        self, block: BlockWeights, topology: Any, meta: StepMeta, views: Any, table: torch.Tensor, window: torch.Tensor
+    ) -> None:
+        """A layer that owns no compressed rows and makes no selection is one composite."""
+        x, x_scale = self._input(views)
+        self.layer(
+            x, x_scale, block.attn_in, block.q_norm, block.kv_norm, block.wq_b, block.sink, block.wo_a, block.wo_b, self.eps,
+            meta.positions, table, meta.row_to_req, meta.window_slots, meta.window_base, meta.window_origin, meta.window_modulo,
+            self.numerics.window_format, *self._selected(topology, meta, views), self.scale, self.text.sliding_window, None,
+            window, views.y,
+        )  # fmt: skip
+
+    def _source_layer(
+        self, block: BlockWeights, topology: Any, meta: StepMeta, views: Any, table: torch.Tensor, window: torch.Tensor
+    ) -> None:
+        """The same from its parts, with the compressor and the selection between query and attention."""
+        x, x_scale = self._input(views)
+        self.attn_in(x, x_scale, block.attn_in, None, views.attn_in, None)
+        q_latent, q_scale = self._query(block, meta, views, table)
+        self.write_window(
+            views.kv_raw, block.kv_norm, self.eps, meta.positions, table, meta.window_slots, self.numerics.window_format, 0,
+            None, window, None,
+        )  # fmt: skip
+        ratio = meta.ratios[topology.ratio]
+        if topology.owns_kv:
+            self._store_compressed(block, topology, meta, ratio, views, table)
+        if topology.owns_index_query:
+            self._select(block, topology, meta, ratio, views, q_latent, q_scale, table)
+        self.sparse_attention(
+            views.q, window, meta.window_base, meta.window_origin, meta.window_modulo, self.numerics.window_format,
+            *self._selected(topology, meta, views), meta.row_to_req, meta.positions, block.sink, self.scale,
+            self.text.sliding_window, None, views.o,
+        )  # fmt: skip
         self.output(block, meta.positions, views, table)
 
     def _query(self, block: BlockWeights, meta: StepMeta, views: Any, table: torch.Tensor) -> tuple[Any, Any]:
@@ -140,20 +172,15 @@ class Attention:
             self.wq_b(views.q_latent, None, block.wq_b, None, views.q_flat, None)
         self.rope(positions, table, False, None, views.q)
 
-    def _store_window(self, block: BlockWeights, layer: int, meta: StepMeta, views: Any, table: torch.Tensor) -> torch.Tensor:
-        """Writes the new window rows and returns the store that attention reads."""
+    def _window(self, layer: int, meta: StepMeta) -> torch.Tensor:
+        """The store of window rows that this step writes and attends: the ring, or the flat buffer with history in it."""
         ring = self.state.ring(layer)
-        store = ring
-        if meta.flat:
-            if self.flat.shape[0] < meta.flat_rows:
-                self.flat = torch.zeros(meta.flat_rows, ring.shape[1], dtype=torch.uint8, device=ring.device)
-            store = self.flat
-            self.copy_rows(ring, meta.load_src, meta.load_dst, store)
-        self.write_window(
-            views.kv_raw, block.kv_norm, self.eps, meta.positions, table, meta.window_slots, self.numerics.window_format, 0,
-            None, store, None,
-        )  # fmt: skip
-        return store
+        if not meta.flat:
+            return ring
+        if self.flat.shape[0] < meta.flat_rows:
+            self.flat = torch.zeros(meta.flat_rows, ring.shape[1], dtype=torch.uint8, device=ring.device)
+        self.copy_rows(ring, meta.load_src, meta.load_dst, self.flat)
+        return self.flat
 
     def _store_compressed(
         self, block: BlockWeights, topology: Any, meta: StepMeta, ratio: RatioMeta, views: Any, table: torch.Tensor

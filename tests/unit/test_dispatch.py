@@ -18,7 +18,7 @@ from deepinfer_hal.weights import prepare_canonical
 
 from tests.conformance.harness import run_case
 
-COMPOSITES = ("moe_layer", "residual_site", "write_kv", "store_draft_kv")
+COMPOSITES = ("moe_layer", "attention_decode_layer", "residual_site", "write_kv", "store_draft_kv")
 
 
 class OfferingBackend(Backend):

@@ -83,7 +83,7 @@ def generate(case, seed, device, prepare) -> dict:
     shape = (positions.shape[0], p["heads"], p["D"])
     args = dict(q=cases.values(g, shape, p["dtype"], p["padding"]))
     args.update(make_window(g, requests, p["window"], p["D"], 128, p["storage"]))
-    args.update(_make_selection(g, requests, p))
+    args.update(make_selection(g, requests, p))
     args.update(
         row_to_req=row_to_req,
         positions=positions,
@@ -116,7 +116,7 @@ def make_window(g, requests, format: str, width: int, window_tokens: int, storag
     )
 
 
-def _make_selection(g, requests, p: dict) -> dict:
+def make_selection(g, requests, p: dict) -> dict:
     """Compressed cache (ratio 1), shuffled block table and, per row, up to k ascending rows; unused rows are poison."""
     k, block_rows, format, width = p["k"], p["block_rows"], p["compressed"], p["D"]
     if k == 0:
@@ -165,13 +165,16 @@ def cost(args) -> Cost:
 def check(args) -> None:
     width = args["q"].shape[-1]
     check_cache("sparse_attention", "window", args["window"], args["window_format"], width, 0)
+    check_selection("sparse_attention", args, width)
+
+
+def check_selection(op: str, args, width: int) -> None:
+    """BadCall where rows are selected without a cache that they may lie in."""
     if args["rows"] is None:
         return
     if args["compressed"] is None or args["block_table"] is None or args["block_rows"] < 1:
-        raise BadCall("sparse_attention: rows are given, so compressed, block_table and block_rows >= 1 are needed")
-    check_cache(
-        "sparse_attention", "compressed", args["compressed"], args["compressed_format"], width, args["block_rows"]
-    )
+        raise BadCall(f"{op}: rows are given, so compressed, block_table and block_rows >= 1 are needed")
+    check_cache(op, "compressed", args["compressed"], args["compressed_format"], width, args["block_rows"])
 
 
 CARD = register(
