@@ -222,9 +222,10 @@ class Attention:
         if self.numerics.quantise_index_query:
             self.quantise_index(views.index_query, "mxfp4_32", None, views.index_codes, views.index_scale, None)
             query, scale = views.index_codes_heads, views.index_scale_heads
-        columns = self.pool_columns if topology.uses_pool else max(ratio.max_visible, 1)
+        columns = max(ratio.max_visible, 1)
         if topology.uses_pool:
-            columns = min(columns, -(-max(ratio.max_visible, 1) // self.text.candidate_block_size) * self.text.candidate_block_size)
+            block_size = self.text.candidate_block_size
+            columns = min(self.pool_columns, -(-columns // block_size) * block_size)
         step = max(1, self.scores.numel() // columns)
         for start in range(0, meta.num_rows, step):
             part = slice(start, min(start + step, meta.num_rows))
@@ -232,8 +233,9 @@ class Attention:
             self._select_rows(topology, meta, ratio, views, query, scale, columns, None if whole else part)
 
     def _select_rows(
-        self, topology: Any, meta: StepMeta, ratio: RatioMeta, views: Any, query: Any, scale: Any, columns: int, part: slice | None
-    ) -> None:
+        self, topology: Any, meta: StepMeta, ratio: RatioMeta, views: Any, query: Any, scale: Any, columns: int,
+        part: slice | None,
+    ) -> None:  # fmt: skip
         """Scores and selects for some token rows (None = all)."""
 
         def cut(t: torch.Tensor | None) -> torch.Tensor | None:

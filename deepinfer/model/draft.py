@@ -117,8 +117,9 @@ class Draft:
         return self._heads(residual, gold, requests, size, views)
 
     def _block(
-        self, block: Any, topology: Any, residual: Residual, positions: torch.Tensor, anchors: torch.Tensor, window: Any, views: Any
-    ) -> None:
+        self, block: Any, topology: Any, residual: Residual, positions: torch.Tensor, anchors: torch.Tensor, window: Any,
+        views: Any,
+    ) -> None:  # fmt: skip
         network, text, table = self.network, self.text, self.network.tables["plain"]
         attention, fmt = network.attention, network.numerics.window_format
         network.blocks.enter_site(block.attn_site, residual, views)

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 
 from deepinfer_hal.card import (
-    COUNT, Case, Cost, OpCard, Tolerance, inout, out, register, scalar, tensor, weight,
+    COUNT,
+    Case,
+    Cost,
+    OpCard,
+    Tolerance,
+    inout,
+    out,
+    register,
+    scalar,
+    tensor,
+    weight,
 )  # fmt: skip
 from deepinfer_hal.ops import _cache_cases as cases
 from deepinfer_hal.ops import _common as c
