@@ -1,0 +1,207 @@
+// The model of the chip: cores with in-order pipes, local memories with shadows, and the happens-before rules.
+//
+// A kernel runs eagerly: an instruction takes effect when it is called. Whether a real chip would give the same result is
+// decided by clocks. Every pipe numbers its instructions; a pipe `knows` for each pipe of its group (one cube core and two
+// vector cores) the number up to which its effects are visible. SetFlag and its like carry that knowledge over. Two
+// accesses to the same 32 bytes, one of them a write, of which the later one does not know the earlier, are a race.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <string>
+#include <vector>
+
+namespace twin {
+
+enum PipeId : uint8_t { kS = 0, kV, kM, kMte1, kMte2, kMte3, kFix, kPipes = 7, kAll = 15 };
+enum CoreKind : uint8_t { kCube = 0, kVector0 = 1, kVector1 = 2 };
+constexpr int kTids = 24;  // 3 cores of a group, 8 numbers each
+constexpr uint32_t kClockBits = 27, kClockMask = (1u << kClockBits) - 1;
+
+enum Op : uint16_t {
+#define TWIN_OP(name, pipe, grade, page, note) op_##name,
+#include "twin/instructions.def"
+#undef TWIN_OP
+  kOps
+};
+extern const char* const kOpNames[kOps];
+
+// Where an instruction stands in the kernel's source; a default argument of every instruction fills it in.
+struct Where {
+  const char* file;
+  int32_t line;
+};
+#define TWIN_HERE ::twin::Where where = ::twin::Where{__builtin_FILE(), __builtin_LINE()}
+
+struct alignas(32) Clocks {
+  uint32_t at[kTids];
+  void join(const Clocks& other) {
+    for (int i = 0; i < kTids; ++i) at[i] = at[i] > other.at[i] ? at[i] : other.at[i];
+  }
+};
+
+// What a release carries: knowledge of the own group and, shared and immutable, of all groups.
+struct Snapshot {
+  Clocks known;
+  const uint32_t* foreign;
+  uint32_t source, clock;  // the releasing pipe and its instruction, for the trace
+};
+
+struct Record {
+  const char* file;
+  int32_t line;
+  uint16_t op, extra;
+};
+
+struct Core;
+struct Group;
+
+struct Pipe {
+  Clocks known;
+  uint32_t now, tid, first;  // number of the last instruction; index among the group's clocks; `now` when the launch began
+  uint8_t id;
+  bool self_ordered;         // later instructions of this pipe see the effects of earlier ones without a barrier
+  Core* core;
+  const uint32_t* foreign;
+  int32_t saved;             // index of the saved copy of `known` for global memory, -1 when stale
+  std::vector<Record> history;
+
+  uint32_t epoch() const { return tid << kClockBits | now; }
+  bool knows(uint32_t e) const { return (e & kClockMask) <= known.at[e >> kClockBits] || e == epoch(); }
+};
+
+// A local memory with its shadow, one entry for each 32 bytes: who wrote last, which bytes hold a value of this launch,
+// and who read last, by reader. Entries of earlier launches are recognised by their clocks, never cleared.
+struct Memory {
+  const char* name;
+  uint8_t* data;
+  uint32_t bytes, readers;
+  uint32_t* writer;
+  uint32_t* valid;
+  uint32_t* reader[3];
+  Group* group;
+};
+
+struct Flag {
+  bool set;
+  Where where;
+  Snapshot released;
+};
+
+struct CrossFlag {
+  std::vector<Snapshot> arrived;  // of the round being collected
+  std::vector<Snapshot> ready;    // one joined snapshot for each completed round
+};
+
+struct Core {
+  Group* group;
+  CoreKind kind;
+  int block, blocks, sub_block, ratio;  // what GetBlockIdx and the like say
+  Pipe pipe[kPipes];
+  Memory ub, l1, l0a, l0b, l0c, bias, fixbuf;  // those the core has; others have no bytes
+  Flag* flags;                                 // [source pipe][destination pipe][id]
+  uint8_t event_ids[64];                       // bits in use, by source * 8 + destination
+  CrossFlag cross[32];
+  uint64_t mask[2];
+  bool count_mode;
+  uint8_t atomic_op, atomic_type;
+  uint64_t vector_state;                       // reserved for instructions that keep a value between calls
+  void* pipe_object;                           // the TPipe alive on this core
+  uint32_t allocated[16];                      // bytes given out by TPipe, by memory
+};
+
+struct Group {
+  int index;
+  Core core[3];
+  uint32_t birth[kTids];  // clocks when the current wave of blocks began
+};
+
+extern Core* current;
+
+struct Soc {
+  const char* name;
+  int cubes, vectors;
+};
+
+// One line of a trace: an instruction, or a wait when `op` is op_Wait (then `source` and `source_clock` say for what).
+struct TraceRow {
+  uint16_t core, pipe, op, source_core, source_pipe;
+  uint32_t clock, source_clock, line, bytes;
+  uint64_t work;
+};
+
+struct Stream {
+  const Soc* soc;
+  int groups;
+  uint64_t seed;
+  bool trace;
+  bool ordered_atomics;  // float atomics whose order is left to chance are errors
+  std::vector<TraceRow> rows;
+  std::string report;    // everything the last launches complained of; empty when they were fine
+  int problems;
+  double launch_ms;
+};
+
+Stream* stream_of(void* handle);
+const Soc* find_soc(const char* name);
+
+// ---- problems ------------------------------------------------------------------------------------------------------
+
+__attribute__((format(printf, 1, 2))) void complain(const char* text, ...);               // and go on
+[[noreturn]] __attribute__((format(printf, 1, 2))) void give_up(const char* text, ...);   // and end the launch
+std::string place(const Core& core);
+
+// ---- instructions --------------------------------------------------------------------------------------------------
+
+void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work);
+extern bool tracing;
+
+inline Pipe& begin(PipeId id, Op op, Where where) {
+  Pipe& pipe = current->pipe[id];
+  ++pipe.now;
+  if (pipe.self_ordered) pipe.known.at[pipe.tid] = pipe.now;
+  pipe.history.push_back({where.file, where.line, op, 0});
+  return pipe;
+}
+inline void done(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work) {
+  if (__builtin_expect(tracing, 0)) trace_instruction(pipe, op, where, bytes, work);
+}
+inline Where where_now(const Pipe& pipe) { return {pipe.history.back().file, pipe.history.back().line}; }
+inline const char* op_now(const Pipe& pipe) { return kOpNames[pipe.history.back().op]; }
+
+Snapshot release(const Pipe& pipe);
+void acquire(Pipe& pipe, const Snapshot& from, Where where);
+void acquire_by_core(Core& core, const Snapshot& from, Where where);  // by everything issued from now on
+void barrier(Core& core, PipeId id);                                  // kAll for every pipe
+
+// Accesses: check bounds, shadows and order, and give the address. `what` names the operand in messages.
+const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what);
+uint8_t* store(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what);
+// Only the bytes whose bits are set in `bytes_of_block`, inside the 32-byte block at `offset`.
+uint8_t* store_some(Pipe& pipe, Memory& memory, uint64_t offset, uint32_t bytes_of_block, const char* what);
+// Forgets what is held in [offset, offset + bytes): reading it before the next write is an error.
+void poison(Memory& memory, uint64_t offset, uint64_t bytes);
+
+enum GlobalUse : uint8_t { kRead = 0, kWrite = 1, kAtomic = 2 };
+void global_access(Pipe& pipe, const void* address, uint64_t bytes, GlobalUse use, const char* what);
+
+// The memory that kernels of this call may touch: the call's tensors and workspace.
+void forget_regions();
+void add_region(const void* address, uint64_t bytes, const char* what);
+
+// ---- running -------------------------------------------------------------------------------------------------------
+
+void wait_until(bool (*ready)(void*), void* context, const char* what, Where where);
+void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, void (*body)(void*), void* context);
+
+// Lets instruction tests and benchmarks reach a kernel without a C ABI of its own.
+inline Memory& memory_of_pointer(Core& core, const void* address) {
+  const auto* byte = static_cast<const uint8_t*>(address);
+  Memory* all[] = {&core.ub, &core.group->core[0].l1};
+  for (Memory* m : all)
+    if (m->bytes != 0 && byte >= m->data && byte < m->data + m->bytes) return *m;
+  give_up("%p is no address in the local memory of %s", address, place(core).c_str());
+}
+
+}  // namespace twin

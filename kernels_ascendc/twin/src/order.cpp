@@ -1,0 +1,132 @@
+// Knowledge and how it travels: releases, acquires, barriers, flags between cores, and the trace.
+#include "machine_private.h"
+
+namespace twin {
+
+uint32_t* Launch::new_foreign() {
+  if (foreigns_used == foreigns.size()) foreigns.emplace_back(new uint32_t[foreign_words()]);
+  uint32_t* words = foreigns[foreigns_used++].get();
+  memset(words, 0, foreign_words() * sizeof *words);
+  return words;
+}
+
+void Launch::reset(Stream& s, const char* n, void (*b)(void*), void* c) {
+  stream = &s;
+  name = n;
+  body = b;
+  context = c;
+  aborted = false;
+  task = nullptr;
+  foreigns_used = 0;
+  accesses.clear();
+  saved.clear();
+  told.clear();
+  rounds.clear();
+  round_number = 0;
+}
+
+void Launch::start_tasks(int count) {
+  while ((int)tasks.size() > count) tasks.pop_back();
+  for (Task& old : tasks) old.ready = nullptr, old.finished = false;
+  while ((int)tasks.size() < count) {
+    tasks.emplace_back();
+    Task& task = tasks.back();
+    if (stacks.size() < tasks.size()) stacks.emplace_back();
+    task.fiber = stacks[tasks.size() - 1];
+    task.finished = false;
+    task.ready = nullptr;
+    if (task.fiber.stack == nullptr) {
+      prepare_fiber(task.fiber, nullptr, nullptr);
+      stacks[tasks.size() - 1] = task.fiber;
+    }
+  }
+}
+
+const uint32_t* join_foreign(const uint32_t* a, const uint32_t* b) {
+  if (a == b || b == nullptr) return a;
+  if (a == nullptr) return b;
+  Launch& launch = *running_launch;
+  constexpr size_t n = Launch::foreign_words();
+  bool a_covers = true, b_covers = true;
+  for (size_t i = 0; i < n; ++i) {
+    a_covers = a_covers && a[i] >= b[i];
+    b_covers = b_covers && b[i] >= a[i];
+  }
+  if (a_covers) return a;
+  if (b_covers) return b;
+  uint32_t* both = launch.new_foreign();
+  for (size_t i = 0; i < n; ++i) both[i] = a[i] > b[i] ? a[i] : b[i];
+  return both;
+}
+
+Snapshot release(const Pipe& pipe) {
+  Snapshot snapshot{pipe.known, pipe.foreign, (uint32_t)pipe.core->kind << 8 | pipe.id, pipe.now};
+  snapshot.known.at[pipe.tid] = pipe.now;
+  return snapshot;
+}
+
+static void learn(Pipe& pipe, const Snapshot& from) {
+  pipe.known.join(from.known);
+  pipe.foreign = join_foreign(pipe.foreign, from.foreign);
+  pipe.saved = -1;
+}
+
+static void trace_row(const Pipe& pipe, Op op, Where where, uint32_t source, uint32_t clock, uint32_t bytes, uint64_t work) {
+  const int group = pipe.core->group->index;
+  running_launch->stream->rows.push_back({(uint16_t)(group * 3 + pipe.core->kind), pipe.id, op, (uint16_t)(group * 3 + (int)(source >> 8)),
+                                          (uint16_t)(source & 255), pipe.now, clock, (uint32_t)where.line, bytes, work});
+}
+
+void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work) { trace_row(pipe, op, where, 0, 0, bytes, work); }
+
+void acquire(Pipe& pipe, const Snapshot& from, Where where) {
+  if (pipe.id == kS) return acquire_by_core(*pipe.core, from, where);
+  learn(pipe, from);
+  if (tracing) trace_row(pipe, op_Wait, where, from.source, from.clock, 0, 0);
+}
+
+// The scalar unit issues everything, so what it has waited for lies behind every instruction that follows.
+void acquire_by_core(Core& core, const Snapshot& from, Where where) {
+  for (Pipe& pipe : core.pipe) learn(pipe, from);
+  if (tracing) trace_row(core.pipe[kS], op_Wait, where, from.source, from.clock, 0, 0);
+}
+
+void barrier(Core& core, PipeId id) {
+  if (id != kAll) {
+    Pipe& pipe = core.pipe[id];
+    pipe.known.at[pipe.tid] = pipe.now;
+    pipe.saved = -1;
+    return;
+  }
+  Snapshot all = release(core.pipe[0]);
+  for (const Pipe& pipe : core.pipe) {
+    all.known.join(pipe.known);
+    all.known.at[pipe.tid] = pipe.now;
+    all.foreign = join_foreign(all.foreign, pipe.foreign);
+  }
+  for (Pipe& pipe : core.pipe) learn(pipe, all);
+}
+
+void finish_block(Core& core) {
+  for (int i = 0; i < 512; ++i) {
+    Flag& flag = core.flags[i];
+    if (!flag.set) continue;
+    complain("%s: the flag set at %s:%d is never waited for; SetFlag and WaitFlag come in pairs", place(core).c_str(), flag.where.file,
+             flag.where.line);
+    flag.set = false;
+  }
+}
+
+void finish_wave(Launch& launch) {
+  for (Task& task : launch.tasks)
+    for (int id = 0; id < 32; ++id) {
+      CrossFlag& flag = task.core->cross[id];
+      if (!launch.aborted && (!flag.ready.empty() || !flag.arrived.empty()))
+        complain("%s: %zu CrossCoreSetFlag of id %d were never waited for", place(*task.core).c_str(), flag.ready.size() + flag.arrived.size(), id);
+      flag.ready.clear();
+      flag.arrived.clear();
+    }
+  launch.rounds.clear();
+}
+
+}  // namespace twin

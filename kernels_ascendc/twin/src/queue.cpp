@@ -1,0 +1,143 @@
+// Flags, event ids, buffers and queues inside a core.
+#include <stdio.h>
+
+#include "machine_private.h"
+#include "twin/pipe.h"
+
+namespace twin {
+namespace {
+
+const char* const kPipeNames[] = {"S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX", "?"};
+
+void event_name(int event, char* text, size_t size) { snprintf(text, size, "%s_%s", kPipeNames[event / 8], kPipeNames[event % 8]); }
+
+Flag& flag_of(int event, int32_t id, const char* op, Where where) {
+  if (id < 0 || id > 7) give_up("%s at %s:%d: event ids are 0 to 7, got %d", op, where.file, where.line, id);
+  return current->flags[event * 8 + id];
+}
+
+}  // namespace
+
+void set_flag(int event, int32_t id, Where where) {
+  Flag& flag = flag_of(event, id, "SetFlag", where);
+  Pipe& source = begin((PipeId)(event / 8), op_SetFlag, where);
+  if (flag.set) {
+    char name[16];
+    event_name(event, name, sizeof name);
+    complain("SetFlag<%s>(%d) at %s:%d on %s: the flag is set already, at %s:%d, and nothing has waited for it", name, id, where.file, where.line,
+             place(*current).c_str(), flag.where.file, flag.where.line);
+  }
+  flag.set = true;
+  flag.where = where;
+  flag.released = release(source);
+  done(source, op_SetFlag, where, 0, 0);
+}
+
+void wait_flag(int event, int32_t id, Where where) {
+  Flag& flag = flag_of(event, id, "WaitFlag", where);
+  Pipe& pipe = begin((PipeId)(event % 8), op_WaitFlag, where);
+  if (!flag.set) {
+    char name[16];
+    event_name(event, name, sizeof name);
+    give_up("deadlock: WaitFlag<%s>(%d) at %s:%d on %s waits for a flag that no SetFlag before it has set", name, id, where.file, where.line,
+            place(*current).c_str());
+  }
+  flag.set = false;
+  acquire(pipe, flag.released, where);
+}
+
+void pipe_barrier(int pipe, Where where) {
+  if (pipe == kS) give_up("PipeBarrier<PIPE_S> at %s:%d: the scalar pipe has no barrier", where.file, where.line);
+  Pipe& at = begin(pipe == kAll ? kS : (PipeId)pipe, op_PipeBarrier, where);
+  barrier(*current, (PipeId)pipe);
+  done(at, op_PipeBarrier, where, 0, (uint64_t)pipe);
+}
+
+int32_t take_event_id(int event) {
+  uint8_t& used = current->event_ids[event];
+  for (int id = 0; id < 8; ++id)
+    if (!(used & (1 << id))) {
+      used |= (uint8_t)(1 << id);
+      return id;
+    }
+  give_up("all 8 event ids of one kind are taken on %s; ReleaseEventID gives them back", place(*current).c_str());
+}
+void give_event_id(int event, int32_t id) { current->event_ids[event] &= (uint8_t) ~(1 << id); }
+
+uint32_t reserve(AscendC::TPosition position, uint32_t bytes, Where where) {
+  Memory& memory = memory_at(*current, position);
+  const int index = position == AscendC::TPosition::A2 ? 1 : position == AscendC::TPosition::B2 ? 2 : position == AscendC::TPosition::CO1 ? 3
+                    : position == AscendC::TPosition::C2 ? 4 : position == AscendC::TPosition::C2PIPE2GM ? 5 : memory.name[0] == 'U' ? 0 : 6;
+  uint32_t& taken = current->allocated[index];
+  const uint32_t rounded = (bytes + 31) / 32 * 32, offset = taken;
+  if (memory.bytes == 0) give_up("InitBuffer at %s:%d: %s has no such memory", where.file, where.line, place(*current).c_str());
+  if ((uint64_t)taken + rounded > memory.bytes)
+    give_up("InitBuffer at %s:%d: %s has %u bytes, %u are taken and %u more asked for", where.file, where.line, memory.name, memory.bytes, taken, rounded);
+  taken += rounded;
+  return offset;
+}
+
+void init_queue(QueueState& queue, Slot* slots, AscendC::TPosition position, int count, int depth, uint32_t bytes, Where where) {
+  queue = {&memory_at(*current, position), slots, count, depth, 0, 0, 0, {}};
+  for (int i = 0; i < count; ++i) {
+    slots[i].offset = reserve(position, bytes, where);
+    slots[i].bytes = (bytes + 31) / 32 * 32;
+    slots[i].state = Slot::kFree;
+    slots[i].has_release = false;
+  }
+}
+
+static Slot& slot_of(QueueState& queue, int slot, const char* op, Where where) {
+  if (queue.slots == nullptr) give_up("%s at %s:%d: the queue has no buffers; InitBuffer comes first", op, where.file, where.line);
+  if (slot < 0 || slot >= queue.count) give_up("%s at %s:%d: the tensor was not given out by this queue", op, where.file, where.line);
+  return queue.slots[slot];
+}
+
+// Buffers go round in turn, as the alternation of a double buffer does.
+int queue_alloc(QueueState& queue, PipeId producer, Where where) {
+  Slot& slot = slot_of(queue, queue.head % (queue.count > 0 ? queue.count : 1), "AllocTensor", where);
+  const int index = queue.head % queue.count;
+  if (slot.state != Slot::kFree)
+    give_up("deadlock: AllocTensor at %s:%d on %s waits for one of %d buffers, and all are in use; FreeTensor gives them back", where.file, where.line,
+            place(*current).c_str(), queue.count);
+  Pipe& pipe = begin(producer, op_AllocTensor, where);
+  if (slot.has_release) acquire(pipe, slot.released, where);
+  slot.state = Slot::kTaken;
+  poison(*queue.memory, slot.offset, slot.bytes);
+  queue.head = (queue.head + 1) % queue.count;
+  return index;
+}
+
+void queue_enque(QueueState& queue, int index, PipeId producer, Where where) {
+  Slot& slot = slot_of(queue, index, "EnQue", where);
+  if (slot.state != Slot::kTaken) give_up("EnQue at %s:%d: the tensor is not one that AllocTensor gave out and that is still held", where.file, where.line);
+  if (queue.depth > 0 && queue.queued >= queue.depth && queue.queued >= queue.count)
+    give_up("EnQue at %s:%d: %d tensors are in the queue, its depth is %d", where.file, where.line, queue.queued, queue.depth);
+  Pipe& pipe = begin(producer, op_EnQue, where);
+  slot.released = release(pipe);
+  slot.state = Slot::kQueued;
+  queue.order[(queue.tail + queue.queued++) % 64] = index;
+}
+
+int queue_deque(QueueState& queue, PipeId consumer, Where where) {
+  slot_of(queue, 0, "DeQue", where);
+  if (queue.queued == 0) give_up("deadlock: DeQue at %s:%d on %s waits for a tensor, and none is in the queue", where.file, where.line, place(*current).c_str());
+  const int index = queue.order[queue.tail];
+  queue.tail = (queue.tail + 1) % 64;
+  --queue.queued;
+  Slot& slot = queue.slots[index];
+  slot.state = Slot::kInUse;
+  acquire(begin(consumer, op_DeQue, where), slot.released, where);
+  return index;
+}
+
+void queue_free(QueueState& queue, int index, PipeId consumer, Where where) {
+  Slot& slot = slot_of(queue, index, "FreeTensor", where);
+  if (slot.state == Slot::kFree || slot.state == Slot::kQueued) give_up("FreeTensor at %s:%d: the tensor is not held", where.file, where.line);
+  Pipe& pipe = begin(consumer, op_FreeTensor, where);
+  slot.released = release(pipe);
+  slot.has_release = true;
+  slot.state = Slot::kFree;
+}
+
+}  // namespace twin

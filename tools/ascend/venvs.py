@@ -1,0 +1,41 @@
+"""Environments of the Ascend checks: `python tools/ascend/venvs.py lowering | torch_npu` prints that one's Python.
+
+lowering: triton-ascend and the Ascend 950 compiler's front half (ascendnpu-ir). torch_npu: torch_npu over the maker's
+torch, which must be 2.13.0 built for the CPU. Neither needs an NPU or CANN.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from virtual_environment import EnvironmentFailed, environment  # noqa: E402
+
+TORCH = "2.13.0"
+LOWERING = ["triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11", "pyyaml", "attrs", "decorator", "psutil", "scipy"]
+TORCH_NPU = [f"torch-npu=={TORCH}", "pyyaml"]
+
+
+def lowering_python() -> Path:
+    """Python of the environment with triton-ascend and ascendnpu-ir."""
+    return environment("ascend-lowering", LOWERING)
+
+
+def torch_npu_python() -> Path:
+    """Python of the environment with torch_npu; EnvironmentFailed when the maker's torch is another version."""
+    torch = importlib.metadata.version("torch")
+    if torch.split("+")[0] != TORCH:
+        raise EnvironmentFailed(f"torch_npu {TORCH} needs torch {TORCH}, this Python has {torch}")
+    return environment("torch-npu", TORCH_NPU)
+
+
+if __name__ == "__main__":
+    makers = {"lowering": lowering_python, "torch_npu": torch_npu_python}
+    if len(sys.argv) != 2 or sys.argv[1] not in makers:
+        sys.exit(f"usage: {sys.argv[0]} {' | '.join(makers)}")
+    try:
+        print(makers[sys.argv[1]]())
+    except EnvironmentFailed as error:
+        sys.exit(str(error))
