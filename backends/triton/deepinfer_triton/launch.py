@@ -1,0 +1,52 @@
+"""The one way a kernel is started, so that what is assembled without a device is what would be started on one.
+
+    with recording() as made: rms_norm(SM100, x, ...)      # tensors may be on the meta device
+    made[0].kernel, made[0].args, made[0].constants        # nothing ran
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A start of `kernel` on `grid`: run-time arguments in order, constants and compiler options by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+_recorders: list[list[Launch]] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Starts inside are collected and not run. For tools, not thread safe."""
+    made: list[Launch] = []
+    _recorders.append(made)
+    try:
+        yield made
+    finally:
+        _recorders.pop()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
+    """Starts `kernel` with its run-time arguments in order and its constants by name; an empty grid starts nothing."""
+    if 0 in grid:
+        return
+    if _recorders:
+        options = {"num_warps": warps, "num_stages": stages}
+        _recorders[-1].append(Launch(kernel, grid, args, constants, options))
+        return
+    kernel[grid](*args, **constants, num_warps=warps, num_stages=stages)

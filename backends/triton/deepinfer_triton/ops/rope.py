@@ -1,0 +1,52 @@
+"""rope: one program per token and head; the last r dims are read once as pairs and written in place."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deepinfer_triton.launch import launch
+from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.support import DENSE, offer, serves
+from deepinfer_triton.targets import Target
+
+
+@triton.jit
+def rotate(pairs, cos, sin):
+    """float32 pairs [N, 2] turned by the angles of cos, sin [N]."""
+    even, odd = tl.split(pairs)
+    return tl.join(even * cos - odd * sin, even * sin + odd * cos)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rope_kernel(
+    positions, table, count, rows, x, token_stride, head_stride, first, R: tl.constexpr, TILE: tl.constexpr,
+    INVERSE: tl.constexpr,
+):  # fmt: skip
+    t, h = tl.program_id(0), tl.program_id(1)
+    if t < valid_rows(count, rows):
+        position = tl.load(positions + t)
+        if position >= 0:
+            pair = tl.arange(0, TILE // 2)
+            angles = table + position.to(tl.int64) * R + pair
+            cos = tl.load(angles, mask=pair < R // 2, other=0.0)
+            sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
+            if INVERSE:
+                sin = -sin
+            column = tl.arange(0, TILE)
+            at = x + t.to(tl.int64) * token_stride + h.to(tl.int64) * head_stride + first + column
+            values = tl.load(at, mask=column < R, other=0.0).to(tl.float32)
+            turned = rotate(tl.reshape(values, (TILE // 2, 2)), cos, sin)
+            tl.store(at, narrow(tl.reshape(turned, (TILE,)), x.dtype.element_ty), mask=column < R)
+
+
+def rope(target: Target, positions, table, inverse, count, x) -> None:
+    rows, heads, width = x.shape
+    turned = table.shape[1]
+    launch(
+        rope_kernel, (rows, heads), positions, table, count, rows, x, x.stride(0), x.stride(1), width - turned,
+        R=turned, TILE=triton.next_power_of_2(turned), INVERSE=bool(inverse), warps=1,
+    )  # fmt: skip
+
+
+MAKERS = [offer("rope", rope, supports=serves(x=DENSE))]

@@ -1,0 +1,76 @@
+"""route_topk: one program per token picks its experts one after the other; counts are integer atomics, so they are exact.
+
+softplus(x) = max(x, 0) + log1p(exp(-|x|)), with log1p by its own series: a fast logarithm would lose the small scores.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deepinfer_triton.launch import launch
+from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.support import offer, serves
+from deepinfer_triton.targets import Target
+
+
+@triton.jit
+def log1p_of_fraction(e):
+    """log(1 + e) for 0 <= e <= 1 to float32's precision: 2 atanh(s) with s = e / (2 + e) <= 1/3, by its odd series."""
+    s = e / (2.0 + e)
+    q = s * s
+    series = 1.0 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11 + q * (1.0 / 13))))))
+    return 2.0 * s * series
+
+
+@triton.jit
+def root_softplus(x):
+    return tl.sqrt(tl.where(x > 0, x, 0.0) + log1p_of_fraction(tl.exp(-tl.abs(x))))
+
+
+@triton.jit
+def zero_kernel(out, N: tl.constexpr, TILE: tl.constexpr):
+    at = tl.arange(0, TILE)
+    tl.store(out + at, tl.zeros([TILE], tl.int32), mask=at < N)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def route_topk_kernel(
+    logits, bias, scaling, expert_map, count, rows, ids, weights, counts,
+    E: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    if t < valid_rows(count, rows):
+        expert = tl.arange(0, TILE)
+        inside = expert < E
+        score = root_softplus(tl.load(logits + t.to(tl.int64) * E + expert, mask=inside, other=0.0))
+        ranked = tl.where(inside, score + tl.load(bias + expert, mask=inside, other=0.0), float("-inf"))
+        place = tl.arange(0, KP)
+        picked = tl.zeros([KP], tl.float32)
+        total = 0.0
+        for j in tl.static_range(K):
+            best = tl.max(ranked, axis=0)
+            chosen = tl.min(tl.where(ranked == best, expert, TILE), axis=0)  # the lowest id of the best
+            value = tl.sum(tl.where(expert == chosen, score, 0.0), axis=0)
+            ranked = tl.where(expert == chosen, float("-inf"), ranked)
+            picked = tl.where(place == j, value, picked)
+            total += value
+            physical = chosen
+            if expert_map is not None:
+                physical = tl.load(expert_map + chosen)
+            tl.store(ids + t * K + j, physical)
+            tl.atomic_add(counts + tl.maximum(physical, 0), 1, mask=physical >= 0)
+        tl.store(weights + t * K + place, picked / (total + 1e-20) * scaling, mask=place < K)
+
+
+def route_topk(target: Target, logits, bias, k, scaling, expert_map, count, ids, weights, counts) -> None:
+    rows, experts = logits.shape
+    physical = counts.shape[0]
+    launch(zero_kernel, (1,), counts, N=physical, TILE=triton.next_power_of_2(physical))
+    launch(
+        route_topk_kernel, (rows,), logits, bias, scaling, expert_map, count, rows, ids, weights, counts,
+        E=experts, TILE=triton.next_power_of_2(experts), K=k, KP=triton.next_power_of_2(k),
+    )  # fmt: skip
+
+
+MAKERS = [offer("route_topk", route_topk, supports=serves())]

@@ -1,0 +1,45 @@
+"""What the kernels are made for: the one place where an architecture decides a tile or the form of a product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device and the choices that depend on it.
+
+    dot: how quantised operands meet. "scaled": codes and scales go to the matrix unit as they are; "bf16": they are
+    expanded to BF16 first, which is exact; "f32": everything is widened (Triton's interpreter miscomputes BF16 products).
+    features, tokens, depth: a GEMM tile's weight rows, activation rows and K. keys: keys that an attention step gathers.
+    columns: width of a tile of the row-wise kernels.
+    """
+
+    name: str
+    dot: str
+    features: int = 128
+    tokens: int = 64
+    depth: int = 128
+    keys: int = 64
+    columns: int = 1024
+    gemm_warps: int = 4
+    attention_warps: int = 8
+    index_columns: int = 128
+    head_group: int = 64
+
+
+INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256)
+SM90 = Target("sm90", "bf16", depth=64)
+SM100 = Target("sm100", "scaled")
+ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, index_columns=64, head_group=32)
+
+TARGETS = {target.name: target for target in (INTERPRETER, SM90, SM100, ASCEND950)}
+
+_CUDA = {9: SM90, 10: SM100}
+
+
+def cuda_target(major: int, minor: int) -> Target | str:
+    """The target of an NVIDIA compute capability, or the sentence that says why there is none."""
+    if major in _CUDA:
+        return _CUDA[major]
+    return f"the Triton kernels are made for compute capabilities 9.x and 10.x, this device has {major}.{minor}"
