@@ -62,7 +62,7 @@ class DebugSession:
             ("index_keys", "store_index_k", numerics.index_format, runner.state.index_rows(source.layer)),
         ):
             if name in caches:
-                rows = caches[name].to(numerics.stream_dtype)
+                rows = caches[name].to(runner.device, numerics.stream_dtype)
                 slots = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
                 bind(op, "debug", x=numerics.dtype_name, format=fmt)(rows, slots, fmt, source.block_rows, None, cache)
         if "select" in caches:
@@ -94,7 +94,7 @@ class DebugSession:
         def given(block, topology, meta, ratio, views, *rest):
             select(block, topology, meta, ratio, views, *rest)
             if topology.layer in rows:
-                views.selected.copy_(rows[topology.layer][meta.positions.long()])
+                views.selected.copy_(rows[topology.layer].to(meta.positions.device)[meta.positions.long()])
 
         attention._select = given
         try:

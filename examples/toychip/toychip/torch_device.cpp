@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <string>
 #include <unordered_set>
@@ -47,10 +48,25 @@ struct ChipGuard final : c10::impl::NoOpDeviceGuardImpl<kChip> {
   c10::Device getDevice() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
   c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, kDevice); }
+  c10::Stream getNewStream(c10::Device, int) const override { return getStream(kDevice); }
   c10::Stream exchangeStream(c10::Stream) const noexcept override { return getStream(kDevice); }
-  bool queryStream(const c10::Stream&) const override { return true; }  // an op has finished when its call returns
+
+  // An op has finished when its call returns, so there is nothing to wait for, and an event is a moment.
+  using Moment = std::chrono::steady_clock::time_point;
+  bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
   void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Moment;
+    *static_cast<Moment*>(*event) = std::chrono::steady_clock::now();
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Moment*>(event); }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    return std::chrono::duration<double, std::milli>(*static_cast<Moment*>(to) - *static_cast<Moment*>(from)).count();
+  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, ChipGuard)
 
