@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer.cli.main import main
+from deepinfer.model_path import packaged_models
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "tests" / "oracle" / "tiny")
@@ -105,6 +106,13 @@ def test_echo_puts_the_prompt_before_the_text(run):
 def test_several_prompts_are_told_apart(run):
     out = run("generate", "hello", "good bye", *ENGINE, *GREEDY)[1]
     assert "--- prompt 1, choice 1" in out and "--- prompt 2, choice 1" in out
+
+
+@pytest.mark.skipif("nano" not in packaged_models(), reason="no trained nano in this tree")
+def test_without_a_model_the_packaged_one_writes_python(run):
+    status, out, _ = run("generate", "import os\nimport", "--temperature", "0", "--max-tokens", "4")
+    assert status == 0
+    assert out.split()[0].isidentifier()
 
 
 # ------------------------------------------------------------------------------------------------- errors
