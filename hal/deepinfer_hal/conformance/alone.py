@@ -15,7 +15,7 @@ Variant = tuple[str, dict[str, Any], list[tuple[str, Any, Any]]]
 
 def alone(problem: Problem) -> Iterator[Variant]:
     """Variants of grouped_gemm, draft_attention and mask_logits."""
-    yield from {"grouped_gemm": _gemm_rows, "draft_attention": _requests, "mask_logits": _logit_rows}[problem.card.name](problem)
+    yield from CUT_APART[problem.card.name](problem)
 
 
 def _gemm_rows(problem: Problem) -> Iterator[Variant]:
@@ -42,7 +42,8 @@ def _requests(problem: Problem) -> Iterator[Variant]:
 
 
 def _logit_rows(problem: Problem) -> Iterator[Variant]:
-    args, per_row = problem.pristine, ("slots", "prompt_len", "length", "repetition", "presence", "frequency", "allowed", "logits")
+    args = problem.pristine
+    per_row = ("slots", "prompt_len", "length", "repetition", "presence", "frequency", "allowed", "logits")
     offsets = args["bias_offsets"].tolist()
     for row in sorted({0, problem.num_rows // 2, problem.num_rows - 1}):
         first, last = offsets[row], offsets[row + 1]
@@ -54,3 +55,7 @@ def _logit_rows(problem: Problem) -> Iterator[Variant]:
 
 def _rows(value: Any, index: list[int]) -> Any:
     return None if value is None else value[index].clone()
+
+
+CUT_APART = {"grouped_gemm": _gemm_rows, "draft_attention": _requests, "mask_logits": _logit_rows}
+"""Ops that have variants here."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepinfer_hal import formats, row_layout
+from deepinfer_hal.card import Tolerance
 from deepinfer_hal.conformance.arena import bits
 from deepinfer_hal.conformance.problem import Problem
 from deepinfer_hal.conformance.verdict import CheckFailed
@@ -183,17 +184,20 @@ def _compare_stored(problem: Problem, name: str, stored: Any) -> None:
         args = {**problem.pristine, name: expected[name]}
         _compare_floats(problem, name, args, got, torch.ones(expected[name].shape, dtype=torch.bool))
         return
-    compare_coded(problem, name, format, want, have, torch.ones(want[1].shape[0], dtype=torch.bool))
+    keep = torch.ones(want[1].shape[0], dtype=torch.bool)
+    compare_coded(problem, name, format, want, have, keep, problem.card.tolerance(problem.expected, name))
 
 
 def _compare_codes(problem: Problem, name: str, scales: str, expected: Args, got: Args, mask: torch.Tensor) -> None:
     whole = mask.any(-1)
     pairs = ((expected[name], expected[scales]), (got[name], got[scales]))
-    compare_coded(problem, name, "fp8_32", *pairs, whole)
+    compare_coded(problem, name, "fp8_32", *pairs, whole, problem.card.tolerance(expected, name))
 
 
-def compare_coded(problem: Problem, name: str, format: str, want: tuple, have: tuple, keep: torch.Tensor) -> None:
-    """Quantised rows as values: each within one code step of the other, nearly all of them equal."""
+def compare_coded(
+    problem: Problem, name: str, format: str, want: tuple, have: tuple, keep: torch.Tensor, allowed: Tolerance
+) -> None:
+    """Quantised rows as values: each within one code step and the card's tolerance of the other, nearly all of them equal."""
     if not bool(keep.any()):
         return
     want, have = (tuple(part[keep] for part in pair) for pair in (want, have))
@@ -207,7 +211,7 @@ def compare_coded(problem: Problem, name: str, format: str, want: tuple, have: t
     relative, least = (1 / 8, 2.0**-9) if format == "fp8_32" else (1 / 3, 0.5)
     step = torch.maximum(torch.maximum(exact.abs(), value.abs()) * relative, unit * least)
     difference = (exact - value).abs().nan_to_num(0.0)
-    far = difference > step.nan_to_num(float("inf"))
+    far = difference > step.nan_to_num(float("inf")) + allowed.atol + allowed.rtol * exact.abs().nan_to_num(0.0)
     if bool(far.any()):
         where = far.nonzero()[0].tolist()
         raise CheckFailed(f"{name}{where} decodes to {value[tuple(where)]}, must be {exact[tuple(where)]}")

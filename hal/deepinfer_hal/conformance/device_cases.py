@@ -17,7 +17,7 @@ def device_cases() -> Iterator[SystemCase]:
     """One case per slot of the backend contract that moves data or tells a fact."""
     yield SystemCase("device(copies)", "Host bytes come back from the device as they went, asynchronous copies too.", _copies)
     yield SystemCase("device(step_plan)", "A step plan on the device is the plan of the host, and the plan is right.", _step_plan)
-    yield SystemCase("device(capabilities)", "What a backend says of its device is complete and of the right kind.", _capabilities)
+    yield SystemCase("device(capabilities)", "What a backend says of its device is complete and sound.", _capabilities)
     yield SystemCase("device(timer)", "The clock runs forwards and includes the device's work.", _timer)
     yield SystemCase("device(streams)", "Work on another stream is seen after its event, and not lost.", _streams)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -113,6 +114,10 @@ def _apply(check: Any, problem: Problem, profile: Profile, result: CaseResult) -
     except Declined as error:
         result.reason = f"the kernel raised Unsupported: {error}"
         return
+    except Exception as error:  # a check that cannot be carried out is no pass
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
+        result.failures[check.name] = f"the check could not be carried out: {type(error).__name__}: {error} ({place})"
     result.checks.append(check.name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -148,9 +149,11 @@ def expand(plan: Plan, backend: Backend, index: int) -> list[Item]:
         chosen += [c for c in map(_parse, plan.cases) if c is not None and c.op == name and c.id not in {x.id for x in chosen}]
         items += _op_items(card, chosen, offers.get(name, []))
     for path in plan.traces:
-        for id, op in trace_ids(path).items():
+        recorded = trace_ids(path)
+        calls = Counter(recorded.values())
+        for id, op in recorded.items():
             kernels = offers.get(op, [])
-            items += [Item(TRACE, op, id, k.symbol, k.provider) for k in kernels] or [_unserved(TRACE, op, id)]
+            items += [Item(TRACE, op, id, k.symbol, k.provider, share=calls[op]) for k in kernels] or [_unserved(TRACE, op, id)]
     if not plan.reference or plan.cases:
         items += [Item(SYSTEM, case.op, case.id) for case in catalogue.system_cases(plan.profile)]
     if plan.ops:

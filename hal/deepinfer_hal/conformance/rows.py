@@ -18,7 +18,10 @@ Args = Mapping[str, Any]
 _ROW_DIM = {"copy_rows": "n", "compress_kv": "R", "permute": "T", "draft_attention": "R"}
 """Where the rule of the docstring would name another dimension."""
 
-_COUPLED = frozenset({"grouped_gemm", "draft_attention", "compress_kv", "permute", "plan_verify_lengths", "mask_logits"})
+_COUPLED = frozenset({
+    "grouped_gemm", "draft_attention", "compress_kv", "permute", "plan_verify_lengths", "mask_logits", "all_gather",
+    "ep_dispatch", "ep_combine",
+})  # fmt: skip
 """Ops whose row list cannot be cut by taking the same rows of every argument."""
 
 _COUNT_NAMES = ("count", "rows")
@@ -44,7 +47,9 @@ def row_args(card: OpCard, args: Args) -> list[str]:
 
 
 def num_rows(card: OpCard, args: Args) -> int:
-    """Rows of the row list, valid or not."""
+    """Rows of the row list, valid or not; none for an op without tensors."""
+    if not any(arg.is_tensor for arg in card.signature):
+        return 0
     return args[row_args(card, args)[0]].shape[0]
 
 
@@ -66,8 +71,11 @@ def valid_rows(card: OpCard, args: Args) -> int:
     return max(0, min(int(args[name][0]), total))
 
 
-def is_row_wise(card: OpCard) -> bool:
+def is_row_wise(card: OpCard, args: Args) -> bool:
     """Whether `take_rows` makes a legal call: each row a problem of its own."""
+    if card.name == "attention_decode_layer":  # a row reads the keys that earlier rows of its request wrote in the call
+        owners = args["row_to_req"][: valid_rows(card, args)]
+        return torch.unique(owners).numel() == owners.numel()
     return card.name not in _COUPLED
 
 

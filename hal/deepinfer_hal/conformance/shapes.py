@@ -135,10 +135,12 @@ def main(arguments: list[str]) -> int:
     for name, card in sorted(all_cards().items()):
         cases[name] = [dict(case.params) for case in draw(card, PER_OP, SEED ^ zlib.crc32(name.encode()))]
         print(f"{name}: {len(cases[name])}")
-    lines = ",\n".join(
-        f'  {json.dumps(name)}: [\n' + ",\n".join(f"   {json.dumps(one)}" for one in drawn) + "\n  ]" for name, drawn in cases.items()
-    )
-    FILE.write_text(f'{{"seed": {SEED}, "cases": {{\n{lines}\n }}}}\n', encoding="utf-8")
+    parts = []
+    for name, drawn in cases.items():
+        lines = ",\n".join(f"   {json.dumps(params)}" for params in drawn)
+        parts.append(f"  {json.dumps(name)}: [\n{lines}\n  ]")
+    text = ",\n".join(parts)
+    FILE.write_text(f'{{"seed": {SEED}, "cases": {{\n{text}\n }}}}\n', encoding="utf-8")
     return 0
 
 

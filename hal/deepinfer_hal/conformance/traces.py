@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from deepinfer_hal.card import OpCard
+from deepinfer_hal.card import OpCard, get_card
 from deepinfer_hal.conformance.arena import Layout, place
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
@@ -83,9 +83,8 @@ class Recorder:
             for name, part in parts.items():
                 if part is not None:
                     host = part.cpu().contiguous()
-                    entry[name] = {
-                        "blob": self._blob(host.reshape(-1).view(torch.uint8)), "shape": list(host.shape), "dtype": _name(host.dtype)
-                    }  # fmt: skip
+                    blob = self._blob(host.reshape(-1).view(torch.uint8))
+                    entry[name] = {"blob": blob, "shape": list(host.shape), "dtype": _name(host.dtype)}
             self._weights[id(handle)] = (handle, entry)
         return self._weights[id(handle)][1]
 
@@ -146,15 +145,15 @@ def load_call(path: str | Path, id: str) -> dict[str, Any]:
                 raise BadCall(f"trace {path} is damaged: blob {digest[:12]} has other content")
             return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
 
-        args: dict[str, Any] = dict(call["scalars"])
+        args: dict[str, Any] = dict.fromkeys(get_card(call["op"]).arg_names) | call["scalars"]
         for storage in call["storages"]:
             memory = blob(storage["blob"])
             for name, (dtype, shape, stride, offset) in storage["tensors"].items():
                 args[name] = Layout(_DTYPES[dtype], tuple(shape), tuple(stride), offset).view(memory)
         for name, entry in call["weights"].items():
-            parts = [
-                None if part not in entry else blob(entry[part]["blob"]).view(_DTYPES[entry[part]["dtype"]]).reshape(entry[part]["shape"])
-                for part in ("values", "scales")
-            ]  # fmt: skip
-            args[name] = WeightHandle(entry["role"], CanonicalWeight(entry["format"], *parts))
+            parts = {}
+            for part in {"values", "scales"} & set(entry):
+                about = entry[part]
+                parts[part] = blob(about["blob"]).view(_DTYPES[about["dtype"]]).reshape(about["shape"])
+            args[name] = WeightHandle(entry["role"], CanonicalWeight(entry["format"], **parts))
     return args

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import torch
 
 from deepinfer_hal.conformance import rows
-from deepinfer_hal.conformance.alone import alone
+from deepinfer_hal.conformance.alone import CUT_APART, alone
 from deepinfer_hal.conformance.checks._base import Check, Profile
 from deepinfer_hal.conformance.compare import assert_same_bits
 from deepinfer_hal.conformance.problem import Args, Problem
 
 
 def run(problem: Problem, profile: Profile) -> None:
-    if rows.is_row_wise(problem.card):
+    if rows.is_row_wise(problem.card, problem.pristine):
         for why, index in orders(problem):
             _assert_rows(problem, why, index)
         return
@@ -57,8 +57,9 @@ def _stores(problem: Problem) -> bool:
 
 
 def applies(problem: Problem) -> bool:
-    coupled = rows.is_row_wise(problem.card) or problem.card.name in ("grouped_gemm", "draft_attention", "mask_logits")
-    return not problem.empty and problem.kernel.invariant == "yes" and coupled
+    if problem.empty or problem.kernel.invariant != "yes":
+        return False
+    return rows.is_row_wise(problem.card, problem.pristine) or problem.card.name in CUT_APART
 
 
-CHECK = Check("batch", "A request's bits do not depend on batch size, order or neighbours; one row equals one of k + 1.", run, applies)
+CHECK = Check("batch", "A request's bits do not depend on batch size, order or neighbours, nor on k + 1 rows or one.", run, applies)

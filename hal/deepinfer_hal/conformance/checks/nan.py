@@ -79,7 +79,7 @@ def _target(problem: Problem) -> str | None:
 
 
 def applies(problem: Problem) -> bool:
-    return problem.valid_rows > 0 and rows.is_row_wise(problem.card) and _target(problem) is not None
+    return problem.valid_rows > 0 and rows.is_row_wise(problem.card, problem.pristine) and _target(problem) is not None
 
 
 CHECK = Check("nan", "One bad row fails alone, visibly: neighbours keep their bits and a flag or NaN shows it.", run, applies)

@@ -27,7 +27,7 @@ def variants(problem: Problem) -> Iterator[tuple[str, Args]]:
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(problem.seed + 1))
         yield "with pages renamed", _renamed(args, cache, order)
         yield "with pages in reverse", _renamed(args, cache, torch.arange(blocks).flip(0))
-    if "window_base" in args and args["window_base"].numel():
+    if "window_base" in args and args["window_base"].numel() and "window" not in problem.outputs:
         yield "with rings moved", _moved_rings(args)
         yield "with a flat window in place of the ring", _flat(args)
 

@@ -63,6 +63,8 @@ def _garbage(like: torch.Tensor) -> torch.Tensor:
 
 def _width(args: Args) -> int:
     """Values of a row of the call's stores."""
+    if "kv_norm" in args:
+        return args["kv_norm"].shape[0]
     if "q" not in args:
         return args["out"].shape[-1]
     return args["q"].shape[-1] * (2 if args["q"].dtype == torch.uint8 else 1)

@@ -12,4 +12,4 @@ def run(problem: Problem, profile: Profile) -> None:
         raise CheckFailed(damage)
 
 
-CHECK = Check("sentinels", "A write outside the outputs corrupts another request long after; every surrounding byte is watched.", run)
+CHECK = Check("sentinels", "A write outside the outputs corrupts another request, long after; every byte around is watched.", run)

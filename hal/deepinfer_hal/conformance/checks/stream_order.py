@@ -29,4 +29,4 @@ def run(problem: Problem, profile: Profile) -> None:
             raise CheckFailed(f"{name}, copied right after the call, is not its result; the call ran out of stream order")
 
 
-CHECK = Check("stream_order", "Calls are ordered by their stream alone; work that runs aside reads and writes at the wrong time.", run)
+CHECK = Check("stream_order", "Calls are ordered by their stream alone; work that runs aside comes at the wrong time.", run)

@@ -45,10 +45,11 @@ def run(problem: Problem, profile: Profile) -> None:
 def _dense(problem: Problem) -> dict:
     alone = [v for v in problem.pristine.values() if isinstance(v, torch.Tensor)]
     shared = {v.untyped_storage().data_ptr() for v in alone if sum(_same(v, w) for w in alone) > 1}
-    return {
-        name: value.contiguous() if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in shared else value
-        for name, value in problem.pristine.items()
-    }
+    dense = dict(problem.pristine)
+    for name, value in dense.items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in shared:
+            dense[name] = value.contiguous()
+    return dense
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
