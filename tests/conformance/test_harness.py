@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from deepinfer_hal.card import Case, get_card
+
 from tests.conformance.harness import Mismatch, assert_row_independent, run_case
 
 LINEAR = get_card("linear")
@@ -28,7 +28,7 @@ def test_the_reference_passes_and_uses_little_of_its_tolerance():
 
 
 def test_a_small_error_is_caught():
-    with pytest.raises(Mismatch, match="out element"):
+    with pytest.raises(Mismatch, match=r"out\[2, 3\] is"):
         after(STRIDED, lambda a: a["out"][2, 3].add_(1e-4))
 
 
@@ -43,8 +43,8 @@ def test_a_row_left_out_is_caught():
 
 
 def test_a_write_between_the_rows_is_caught():
-    with pytest.raises(Mismatch, match="between the rows"):
-        after(STRIDED, lambda a: a["out"]._base[1, 40].fill_(1))
+    with pytest.raises(Mismatch, match="between the rows of out"):
+        after(STRIDED, lambda a: a["out"].as_strided((1,), (1,), a["out"].storage_offset() + 40).fill_(1))
 
 
 def test_a_write_to_an_input_is_caught():
@@ -62,7 +62,7 @@ def test_too_many_codes_one_step_off_are_caught():
         codes = args["out"]
         codes += ((codes & 0x7F) < 0x78).to(torch.uint8)
 
-    with pytest.raises(Mismatch, match="differ, more than 1%"):
+    with pytest.raises(Mismatch, match="on the next code, more than 1%"):
         after(CODED, nudge)
 
 
@@ -72,9 +72,9 @@ def test_dependence_on_later_rows_is_caught():
 
     def kernel(x, weight, eps, count, out, *rest):
         card.reference(x, weight, eps, count, out, *rest)
-        rows = 4 if count is None else int(count[0])
+        rows = x.shape[0] if count is None else int(count[0])
         out[:rows] *= 1 + rows * 1e-6
 
     assert_row_independent(card, case)
-    with pytest.raises(Mismatch, match="depends on the rows after"):
+    with pytest.raises(Mismatch, match="without the rows after"):
         assert_row_independent(card, case, kernel)

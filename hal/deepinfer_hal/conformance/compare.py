@@ -125,16 +125,22 @@ def _scales_of(card: Any, got: Args) -> set[str]:
     return {scales for codes, scales in PAIRS.items() if got.get(codes) is not None and codes not in card.discrete}
 
 
+_STORES = {"cache": ("slots", "format"), "window": ("window_slots", "window_format")}
+"""Stores that ops write rows into: the argument with the slots, and the one with the row format."""
+
+
 def _stored_rows(name: str, expected: Args, got: Args, mask: torch.Tensor) -> Any:
     """(format, (codes, scales) expected, (codes, scales) got) of the rows that a store op wrote; None for other outputs."""
-    if name != "cache" or "slots" not in expected:
+    slots, format = _STORES.get(name, ("", ""))
+    if slots not in expected:
         return None
-    slots = torch.unique(expected["slots"][expected["slots"] >= 0])
-    width, block_rows = expected["x"].shape[-1], expected.get("block_rows", 0)
-    caches = (expected["cache"], got["cache"], mask.to(torch.uint8))
-    want, have, marks = (row_layout.read_codes(c, slots, expected["format"], width, block_rows) for c in caches)
-    keep = marks[0].any(-1)
-    return expected["format"], tuple(part[keep] for part in want), tuple(part[keep] for part in have)
+    written = torch.unique(expected[slots][expected[slots] >= 0])
+    width = (expected["kv_norm"] if "kv_norm" in expected else expected["x"]).shape[-1]
+    block_rows = expected.get("block_rows", 0) if name == "cache" else 0
+    stores = (expected[name], got[name], mask.to(torch.uint8))
+    want, have, marks = (row_layout.read_codes(s, written, expected[format], width, block_rows) for s in stores)
+    keep = (marks[0] != 0).any(-1)
+    return expected[format], tuple(part[keep] for part in want), tuple(part[keep] for part in have)
 
 
 def _compare_floats(problem: Problem, name: str, expected: Args, got: Args, mask: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from deepinfer_hal.conformance.problem import Args, Problem
 def run(problem: Problem, profile: Profile) -> None:
     if rows.is_row_wise(problem.card, problem.pristine):
         for why, index in orders(problem):
-            _assert_rows(problem, why, index)
+            assert_rows(problem, why, index)
         return
     for why, args, pairs in alone(problem):
         got = problem.run(args).args
@@ -38,7 +38,8 @@ def orders(problem: Problem) -> Iterator[tuple[str, list[int]]]:
         yield "every row five times", [row for row in range(n) for _ in range(5)][:160]
 
 
-def _assert_rows(problem: Problem, why: str, index: list[int]) -> None:
+def assert_rows(problem: Problem, why: str, index: list[int]) -> None:
+    """CheckFailed unless a call with just these rows gives the bits that they have in the whole one."""
     args: Args = rows.take_rows(problem.card, problem.pristine, index)
     got = problem.run(args).args
     per_row = set(rows.row_args(problem.card, problem.pristine))
@@ -62,4 +63,4 @@ def applies(problem: Problem) -> bool:
     return rows.is_row_wise(problem.card, problem.pristine) or problem.card.name in CUT_APART
 
 
-CHECK = Check("batch", "A request's bits do not depend on batch size, order or neighbours, nor on k + 1 rows or one.", run, applies)
+CHECK = Check("batch", "Bits of a request depend on no batch size, order or neighbour; one row equals one of k + 1.", run, applies)
