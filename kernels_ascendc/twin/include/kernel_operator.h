@@ -2,7 +2,9 @@
 #pragma once
 
 #include "twin/copy.h"
+#include "twin/cube.h"
 #include "twin/pipe.h"
 #include "twin/reduce.h"
+#include "twin/sync.h"
 #include "twin/tensor.h"
 #include "twin/vector.h"

@@ -16,12 +16,12 @@ const char* const kPipeNames[] = {"S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX"};
 
 // Which reader array of a memory a pipe uses; -1: that pipe has no path from there.
 int reader_slot(const Memory& memory, uint8_t pipe) {
-  switch (memory.name[0] == 'L' ? memory.name[1] : memory.name[0]) {
-    case 'U': return pipe == kV ? 0 : pipe == kMte3 ? 1 : pipe == kS ? 2 : -1;
-    case '1': return pipe == kMte1 ? 0 : pipe == kFix ? 1 : pipe == kMte3 ? 2 : -1;
-    case '0': return memory.name[2] == 'C' ? (pipe == kM ? 0 : pipe == kFix ? 1 : -1) : pipe == kM ? 0 : -1;
-    case 'B': return pipe == kM ? 0 : -1;
-    default: return pipe == kFix ? 0 : -1;
+  switch (memory.kind) {
+    case kUb: return pipe == kV ? 0 : pipe == kMte3 ? 1 : pipe == kS ? 2 : -1;
+    case kL1: return pipe == kMte1 ? 0 : pipe == kFix ? 1 : -1;
+    case kL0c: return pipe == kM ? 0 : pipe == kFix ? 1 : -1;
+    case kFixbuf: return pipe == kFix ? 0 : -1;
+    default: return pipe == kM ? 0 : -1;
   }
 }
 
@@ -59,22 +59,22 @@ void report_race(const Pipe& pipe, const Memory& memory, uint32_t block, uint32_
 }
 
 void check_bounds(const Pipe& pipe, const Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
-  if (memory.bytes != 0 && offset + bytes <= memory.bytes && offset <= memory.bytes) return;
+  if (memory.data != nullptr && offset + bytes <= memory.bytes && offset <= memory.bytes) return;
   const Where w = where_now(pipe);
-  if (memory.bytes == 0) give_up("%s at %s:%d: %s names a memory that %s does not have", op_now(pipe), w.file, w.line, what, place(*pipe.core).c_str());
+  if (memory.data == nullptr) give_up("%s at %s:%d: %s names a memory that %s does not have", op_now(pipe), w.file, w.line, what, place(*pipe.core).c_str());
   give_up("%s at %s:%d: %s reaches bytes [%" PRIu64 ", %" PRIu64 ") of %s, which has %u", op_now(pipe), w.file, w.line, what, offset,
           offset + bytes, memory.name, memory.bytes);
 }
 
 Run run_of(const Pipe& pipe, Memory& memory, int slot) {
   return {memory.writer, memory.valid, {memory.reader[0], memory.reader[1], memory.reader[2]}, (int)memory.readers, slot, pipe.known.at,
-          memory.group->birth, pipe.epoch()};
+          memory.group->birth, pipe.epoch(), true};
 }
 
 bool fresh(const Memory& memory, uint32_t e) { return (e & kClockMask) > memory.group->birth[e >> kClockBits]; }
 
 // A block that is not fully read, or that broke a rule: the slow way, with a report.
-void read_block(Pipe& pipe, Memory& memory, uint32_t block, uint32_t bytes, int slot, const char* what) {
+void read_block(Pipe& pipe, Memory& memory, uint32_t block, uint32_t bytes, int slot, const char* what) {  // bytes 0: order only
   const uint32_t writer = memory.writer[block];
   if (!pipe.knows(writer)) report_race(pipe, memory, block, writer, "write, then read");
   const uint32_t held = fresh(memory, writer) ? memory.valid[block] : 0;
@@ -166,7 +166,33 @@ const uint8_t* load_some(Pipe& pipe, Memory& memory, uint64_t offset, uint32_t b
   return memory.data + offset;
 }
 
+const uint8_t* load_unchecked(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
+  check_bounds(pipe, memory, offset, bytes, what);
+  const int slot = reader_slot(memory, pipe.id);
+  if (slot < 0) return load(pipe, memory, offset, bytes, what);
+  Run run = run_of(pipe, memory, slot);
+  run.need_valid = false;
+  const uint32_t last = (uint32_t)((offset + bytes + 31) / 32);
+  for (uint32_t first = (uint32_t)(offset / 32); (first = shadow_kernels().read(run, first, last)) < last;) read_block(pipe, memory, first++, 0, slot, what);
+  return memory.data + offset;
+}
+
+bool holds(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t bytes_of_block) {
+  bool all = true;
+  for (uint64_t b = first_block; b < first_block + blocks; ++b)
+    all = all && (memory.valid[b] & bytes_of_block) == bytes_of_block && fresh(memory, memory.writer[b]);
+  return all;
+}
+
+void move_blocks(Pipe& pipe, Memory& from, uint64_t source, Memory& to, uint64_t target, uint64_t bytes) {
+  const uint8_t* data = load_unchecked(pipe, from, source, bytes, "the source");
+  memcpy(store(pipe, to, target, bytes, "the destination"), data, bytes);
+  for (uint64_t b = 0; b < bytes / 32; ++b)
+    to.valid[target / 32 + b] = fresh(from, from.writer[source / 32 + b]) ? from.valid[source / 32 + b] : 0;
+}
+
 void poison(Memory& memory, uint64_t offset, uint64_t bytes) {
+  if (memory.data == nullptr) return;
   for (uint64_t block = offset / 32; block < (offset + bytes) / 32; ++block) memory.valid[block] = 0;
 }
 

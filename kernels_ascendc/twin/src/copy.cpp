@@ -82,12 +82,11 @@ void copy_out(Op op, uint8_t* target, View source, Bursts b, bool padded, Type t
 }
 
 void copy_inside(View target, View source, Bursts b, Where where) {
-  const bool from_ub = source.memory->name[0] == 'U', to_ub = target.memory->name[0] == 'U';
-  const bool to_l1 = target.memory->name[1] == '1', from_l1 = source.memory->name[1] == '1';
-  const bool to_bias = target.memory->name[0] == 'B', to_fixbuf = target.memory->name[0] == 'F';
-  if (!((from_ub && (to_ub || to_l1)) || (from_l1 && (to_bias || to_fixbuf))))
+  const MemoryKind from = source.memory->kind, to = target.memory->kind;
+  const bool to_bias = to == kBias, to_fixbuf = to == kFixbuf;
+  if (!((from == kUb && (to == kUb || to == kL1)) || (from == kL1 && (to_bias || to_fixbuf))))
     give_up("DataCopy at %s:%d: there is no path from %s to %s", where.file, where.line, source.memory->name, target.memory->name);
-  Pipe& pipe = begin(to_ub ? kV : to_l1 ? kMte3 : to_bias ? kMte1 : kFix, op_DataCopy, where);
+  Pipe& pipe = begin(to == kUb ? kV : to == kL1 ? kMte3 : to_bias ? kMte1 : kFix, op_DataCopy, where);
   need_counts(pipe, b, false);
   need_aligned(pipe, source.offset, 32, "the source");
   need_aligned(pipe, target.offset, to_bias ? 64 : to_fixbuf ? 128 : 32, "the destination");

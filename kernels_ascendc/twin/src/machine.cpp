@@ -43,9 +43,20 @@ void* zero_pages(size_t bytes) {
   return memory;
 }
 
-void build_memory(Memory& memory, Group* group, const char* name, uint32_t bytes, uint32_t readers) {
-  const size_t blocks = bytes / 32;
-  memory = {name, static_cast<uint8_t*>(zero_pages(bytes)), bytes, readers, nullptr, nullptr, {}, group};
+struct MemorySize {
+  MemoryKind kind;
+  const char* name;
+  uint32_t bytes, readers;
+};
+const MemorySize kCubeMemories[] = {{kL1, "L1", 512 * 1024, 3}, {kL0a, "L0A", 64 * 1024, 1}, {kL0b, "L0B", 64 * 1024, 1},
+                                    {kL0c, "L0C", 256 * 1024, 2}, {kBias, "BiasTable", 4096, 1}, {kFixbuf, "the Fixpipe buffer", 4096, 1},
+                                    {kL0aMx, "L0A_MX", 4096, 1}, {kL0bMx, "L0B_MX", 4096, 1}};
+const MemorySize kVectorMemories[] = {{kUb, "UB", 248 * 1024, 3}};
+
+void build_memory(Core& core, const MemorySize& size) {
+  const size_t blocks = size.bytes / 32;
+  Memory& memory = core.memory[size.kind];
+  memory = {size.name, size.kind, static_cast<uint8_t*>(zero_pages(size.bytes)), size.bytes, size.readers, nullptr, nullptr, {}, core.group};
   memory.writer = static_cast<uint32_t*>(zero_pages(blocks * 4 * 5));
   memory.valid = memory.writer + blocks;
   for (int i = 0; i < 3; ++i) memory.reader[i] = memory.writer + (2 + i) * blocks;
@@ -67,24 +78,20 @@ void build_group(Group& group, int index) {
       pipe.self_ordered = p == kS || p == kV;
       pipe.saved = -1;
     }
-    if (c == 0) {
-      build_memory(core.l1, &group, "L1", 512 * 1024, 3);
-      build_memory(core.l0a, &group, "L0A", 64 * 1024, 1);
-      build_memory(core.l0b, &group, "L0B", 64 * 1024, 1);
-      build_memory(core.l0c, &group, "L0C", 256 * 1024, 2);
-      build_memory(core.bias, &group, "BiasTable", 4 * 1024, 1);
-      build_memory(core.fixbuf, &group, "FixpipeBuffer", 4 * 1024, 1);
-    } else {
-      build_memory(core.ub, &group, "UB", 248 * 1024, 3);
-    }
+    for (const MemorySize& size : kCubeMemories) core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group};
+    for (const MemorySize& size : kVectorMemories) core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group};
+    if (c == 0)
+      for (const MemorySize& size : kCubeMemories) build_memory(core, size);
+    else
+      for (const MemorySize& size : kVectorMemories) build_memory(core, size);
   }
 }
 
 void restart_clocks(Group& group) {
   for (Core& core : group.core) {
     for (Pipe& pipe : core.pipe) pipe.now = 0;
-    for (Memory* m : {&core.ub, &core.l1, &core.l0a, &core.l0b, &core.l0c, &core.bias, &core.fixbuf})
-      if (m->bytes != 0) memset(m->writer, 0, m->bytes / 32 * 20);
+    for (Memory& m : core.memory)
+      if (m.data != nullptr) memset(m.writer, 0, m.bytes / 32 * 20);
   }
 }
 
@@ -203,6 +210,8 @@ static void start_core(Core& core, int block, int blocks, int sub_block, int rat
   core.count_mode = false;
   core.atomic_op = 0;
   core.pipe_object = nullptr;
+  core.unit_m_set = core.unit_fix_set = false;
+  core.sync_rounds = 0;
   memset(core.event_ids, 0, sizeof core.event_ids);
   memset(core.allocated, 0, sizeof core.allocated);
 }

@@ -118,15 +118,20 @@ void finish_block(Core& core) {
 }
 
 void finish_wave(Launch& launch) {
-  for (Task& task : launch.tasks)
+  for (Task& task : launch.tasks) {
     for (int id = 0; id < 32; ++id) {
       CrossFlag& flag = task.core->cross[id];
-      if (!launch.aborted && (!flag.ready.empty() || !flag.arrived.empty()))
-        complain("%s: %zu CrossCoreSetFlag of id %d were never waited for", place(*task.core).c_str(), flag.ready.size() + flag.arrived.size(), id);
+      if (!launch.aborted && !flag.ready.empty())
+        complain("%s: %zu CrossCoreSetFlag of id %d were never waited for", place(*task.core).c_str(), flag.ready.size(), id);
       flag.ready.clear();
-      flag.arrived.clear();
     }
-  launch.rounds.clear();
+    task.core->cross_sync.ready.clear();
+  }
+  for (size_t i = 0; i < launch.rounds.size(); ++i)
+    if (!launch.rounds[i].empty()) {
+      if (!launch.aborted) complain("%zu CrossCoreSetFlag of id %d wait for partners that never set theirs", launch.rounds[i].size(), (int)(i % 33));
+      launch.rounds[i].clear();
+    }
 }
 
 }  // namespace twin

@@ -66,11 +66,8 @@ void give_event_id(int event, int32_t id) { current->event_ids[event] &= (uint8_
 
 uint32_t reserve(AscendC::TPosition position, uint32_t bytes, Where where) {
   Memory& memory = memory_at(*current, position);
-  const int index = position == AscendC::TPosition::A2 ? 1 : position == AscendC::TPosition::B2 ? 2 : position == AscendC::TPosition::CO1 ? 3
-                    : position == AscendC::TPosition::C2 ? 4 : position == AscendC::TPosition::C2PIPE2GM ? 5 : memory.name[0] == 'U' ? 0 : 6;
-  uint32_t& taken = current->allocated[index];
+  uint32_t& taken = current->allocated[memory.kind];
   const uint32_t rounded = (bytes + 31) / 32 * 32, offset = taken;
-  if (memory.bytes == 0) give_up("InitBuffer at %s:%d: %s has no such memory", where.file, where.line, place(*current).c_str());
   if ((uint64_t)taken + rounded > memory.bytes)
     give_up("InitBuffer at %s:%d: %s has %u bytes, %u are taken and %u more asked for", where.file, where.line, memory.name, memory.bytes, taken, rounded);
   taken += rounded;

@@ -6,7 +6,7 @@ namespace {
 
 constexpr uint32_t kBits = 27, kMask = (1u << kBits) - 1;
 
-inline bool ordered(const Run& r, uint32_t e) { return (e & kMask) <= r.known[e >> kBits]; }
+inline bool ordered(const Run& r, uint32_t e) { return (e & kMask) <= r.known[e >> kBits] || e == r.epoch; }
 inline bool fresh(const Run& r, uint32_t e) { return (e & kMask) > r.birth[e >> kBits]; }
 
 // The common case is that neighbouring blocks were last touched by the same instructions: one check serves up to 32.
@@ -19,14 +19,14 @@ uint32_t read(const Run& r, uint32_t first, uint32_t last) {
       differs |= r.writer[first + i] ^ w;
       holes |= ~r.valid[first + i];
     }
-    if (differs == 0 && holes == 0 && ordered(r, w) && fresh(r, w)) {
+    if (differs == 0 && ordered(r, w) && (!r.need_valid || (holes == 0 && fresh(r, w)))) {
       for (uint32_t i = 0; i < n; ++i) seen[first + i] = r.epoch;
       first += n;
       continue;
     }
     for (uint32_t i = 0; i < n; ++i, ++first) {
       const uint32_t e = r.writer[first];
-      if (!ordered(r, e) || !fresh(r, e) || r.valid[first] != ~0u) return first;
+      if (!ordered(r, e) || (r.need_valid && (!fresh(r, e) || r.valid[first] != ~0u))) return first;
       seen[first] = r.epoch;
     }
   }

@@ -13,6 +13,7 @@ struct Run {
   const uint32_t* known;    // of the accessing pipe
   const uint32_t* birth;    // clocks when the launch began
   uint32_t epoch;           // of the accessing instruction
+  bool need_valid;          // reading what was never written is an error
 };
 
 // Both work on full blocks [first, last) and return the first block that breaks a rule, or `last`. Blocks before it are

@@ -63,7 +63,7 @@ Walk sliced(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, const
 
 void need_vector_operand(const Pipe& pipe, const View& v, const char* what) {
   const Where w = where_now(pipe);
-  if (v.memory->name[0] != 'U') give_up("%s at %s:%d: %s lies in %s; vector instructions work on UB", op_now(pipe), w.file, w.line, what, v.memory->name);
+  if (v.memory->kind != kUb) give_up("%s at %s:%d: %s lies in %s; vector instructions work on UB", op_now(pipe), w.file, w.line, what, v.memory->name);
   if (v.offset % 32 != 0) give_up("%s at %s:%d: %s starts at byte %llu of UB, and must start at a multiple of 32", op_now(pipe), w.file, w.line, what, (unsigned long long)v.offset);
 }
 

@@ -71,11 +71,14 @@ struct Pipe {
   bool knows(uint32_t e) const { return (e & kClockMask) <= known.at[e >> kClockBits] || e == epoch(); }
 };
 
+enum MemoryKind : uint8_t { kUb, kL1, kL0a, kL0b, kL0c, kBias, kFixbuf, kL0aMx, kL0bMx, kMemories };
+
 // A local memory with its shadow, one entry for each 32 bytes: who wrote last, which bytes hold a value of this launch,
 // and who read last, by reader. Entries of earlier launches are recognised by their clocks, never cleared.
 struct Memory {
   const char* name;
-  uint8_t* data;
+  MemoryKind kind;
+  uint8_t* data;  // null: another core's, which this one can name but not touch
   uint32_t bytes, readers;
   uint32_t* writer;
   uint32_t* valid;
@@ -90,8 +93,7 @@ struct Flag {
 };
 
 struct CrossFlag {
-  std::vector<Snapshot> arrived;  // of the round being collected
-  std::vector<Snapshot> ready;    // one joined snapshot for each completed round
+  std::vector<Snapshot> ready;  // one joined snapshot for each completed round
 };
 
 struct Core {
@@ -99,14 +101,17 @@ struct Core {
   CoreKind kind;
   int block, blocks, sub_block, ratio;  // what GetBlockIdx and the like say
   Pipe pipe[kPipes];
-  Memory ub, l1, l0a, l0b, l0c, bias, fixbuf;  // those the core has; others have no bytes
+  Memory memory[kMemories];                     // those the core has hold data
   Flag* flags;                                 // [source pipe][destination pipe][id]
   uint8_t event_ids[64];                       // bits in use, by source * 8 + destination
-  CrossFlag cross[32];
+  CrossFlag cross[32], cross_sync;
+  uint64_t sync_rounds;
   uint64_t mask[2];
   bool count_mode;
   uint8_t atomic_op, atomic_type;
-  uint64_t vector_state;                       // reserved for instructions that keep a value between calls
+  uint8_t compare_mask[32];                    // what Compare without a destination leaves for Select
+  Snapshot unit_m, unit_fix;                   // what unitFlag carries between Mmad and Fixpipe
+  bool unit_m_set, unit_fix_set;
   void* pipe_object;                           // the TPipe alive on this core
   uint32_t allocated[16];                      // bytes given out by TPipe, by memory
 };
@@ -180,6 +185,11 @@ const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes,
 uint8_t* store(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what);
 // Only the bytes whose bits are set in `bytes_of_block`, inside the 32-byte block at `offset`.
 uint8_t* store_some(Pipe& pipe, Memory& memory, uint64_t offset, uint32_t bytes_of_block, const char* what);
+// Whole blocks from one memory to another; bytes that were never written stay so, and only reading them is an error.
+void move_blocks(Pipe& pipe, Memory& from, uint64_t source, Memory& to, uint64_t target, uint64_t bytes);
+// Checks order only; `holds` then says whether the bytes of a block were written.
+const uint8_t* load_unchecked(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what);
+bool holds(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t bytes_of_block);
 // Forgets what is held in [offset, offset + bytes): reading it before the next write is an error.
 void poison(Memory& memory, uint64_t offset, uint64_t bytes);
 
@@ -195,13 +205,13 @@ void add_region(const void* address, uint64_t bytes, const char* what);
 void wait_until(bool (*ready)(void*), void* context, const char* what, Where where);
 void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, void (*body)(void*), void* context);
 
-// Lets instruction tests and benchmarks reach a kernel without a C ABI of its own.
+// The UB that a pointer from GetPhyAddr lies in.
 inline Memory& memory_of_pointer(Core& core, const void* address) {
   const auto* byte = static_cast<const uint8_t*>(address);
-  Memory* all[] = {&core.ub, &core.group->core[0].l1};
-  for (Memory* m : all)
-    if (m->bytes != 0 && byte >= m->data && byte < m->data + m->bytes) return *m;
-  give_up("%p is no address in the local memory of %s", address, place(core).c_str());
+  Memory& ub = core.memory[kUb];
+  if (ub.data == nullptr || byte < ub.data || byte >= ub.data + ub.bytes)
+    give_up("%p is no address in the UB of %s", address, place(core).c_str());
+  return ub;
 }
 
 }  // namespace twin

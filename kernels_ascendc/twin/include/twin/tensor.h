@@ -47,13 +47,13 @@ namespace twin {
 inline Memory& memory_at(Core& core, AscendC::TPosition position) {
   using P = AscendC::TPosition;
   switch (position) {
-    case P::VECIN: case P::VECOUT: case P::VECCALC: case P::LCM: return core.ub;
-    case P::A1: case P::B1: case P::C1: case P::TSCM: return core.group->core[0].l1;
-    case P::A2: return core.l0a;
-    case P::B2: return core.l0b;
-    case P::CO1: return core.l0c;
-    case P::C2: return core.bias;
-    case P::C2PIPE2GM: return core.fixbuf;
+    case P::VECIN: case P::VECOUT: case P::VECCALC: case P::LCM: return core.memory[kUb];
+    case P::A1: case P::B1: case P::C1: case P::TSCM: return core.group->core[0].memory[kL1];
+    case P::A2: return core.memory[kL0a];
+    case P::B2: return core.memory[kL0b];
+    case P::CO1: return core.memory[kL0c];
+    case P::C2: return core.memory[kBias];
+    case P::C2PIPE2GM: return core.memory[kFixbuf];
     default: give_up("no local memory belongs to position %d", (int)position);
   }
 }

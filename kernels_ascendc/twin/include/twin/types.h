@@ -162,6 +162,15 @@ TWIN_SMALL_FLOAT(fp8_e5m2_t, uint8_t, to_e5m2, from_e5m2)
 struct fp8_e8m0_t {
   uint8_t bits;
 };
+namespace AscendC {
+// What LoadData with scales leaves in L0A and L0B, by the page "Load2DMX".
+struct mx_fp8_e4m3_t {
+  uint8_t bits;
+};
+struct mx_fp8_e5m2_t {
+  uint8_t bits;
+};
+}  // namespace AscendC
 struct fp4x2_e2m1_t {  // two values: the lower nibble is the earlier element
   uint8_t bits;
 };
@@ -177,7 +186,7 @@ template <class T> struct TypeOf;
 TWIN_TYPE(float, F32) TWIN_TYPE(half, F16) TWIN_TYPE(bfloat16_t, BF16) TWIN_TYPE(int32_t, I32) TWIN_TYPE(uint32_t, U32)
 TWIN_TYPE(int16_t, I16) TWIN_TYPE(uint16_t, U16) TWIN_TYPE(int8_t, I8) TWIN_TYPE(uint8_t, U8) TWIN_TYPE(int64_t, I64)
 TWIN_TYPE(uint64_t, U64) TWIN_TYPE(fp8_e4m3fn_t, E4M3) TWIN_TYPE(fp8_e5m2_t, E5M2) TWIN_TYPE(fp4x2_e2m1_t, E2M1X2)
-TWIN_TYPE(fp8_e8m0_t, E8M0)
+TWIN_TYPE(fp8_e8m0_t, E8M0) TWIN_TYPE(AscendC::mx_fp8_e4m3_t, E4M3) TWIN_TYPE(AscendC::mx_fp8_e5m2_t, E5M2)
 #undef TWIN_TYPE
 template <class T> constexpr Type type_of = TypeOf<T>::value;
 
