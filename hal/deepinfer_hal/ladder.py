@@ -61,7 +61,7 @@ RUNGS = (
     Rung("first token", "every op runs on the device and is right", lambda card: True, kernels=False),
     Rung("KV and attention", "own kernels for caches, indexer and attention", _KV_AND_ATTENTION),
     Rung("GEMM and MoE", "own kernels for projections and experts", _groups("gemm", "moe", also=("moe_layer",))),
-    Rung("communication", "a communicator, so that ranks share the experts", _groups("communication")),
+    Rung("communication", "a communicator, so that ranks share the experts", _groups("communication"), kernels=False),
     Rung("graphs", "a step is captured once and replayed", lambda card: False),
     Rung("speed", "no op falls to its reference", lambda card: card.group != "communication"),
 )

@@ -133,34 +133,44 @@ assert results("cpu") == results("toychip")
     run(code, site)
 
 
-def test_the_chip_agrees_with_the_cpu_on_nano_along_its_greedy_tokens(site):
-    """The rule for two backends: argmax equal where the CPU's top-2 gap exceeds tau, which it mostly does, and a small KL."""
+@pytest.mark.parametrize("act_quant", ["none", "fp8_32"])
+def test_the_chip_agrees_with_the_cpu_on_nano_along_its_greedy_tokens(site, act_quant):
+    """The rule for two backends: argmax equal where the CPU's top-2 gap exceeds tau, and a mean KL of at most 1e-3.
+
+    How often the gap exceeds tau is the checkpoint's affair, and stored with it. Where roundings alone (the CPU's kernels
+    against its own references) give a larger KL than that, no second backend can be asked for a smaller one.
+    """
     folder = PACKAGED_MODELS / "nano"
     if not (folder / "agreement.json").is_file():
         pytest.skip("the package carries no nano with agreement.json")
+    stored = json.loads((folder / "agreement.json").read_text())
     code = f"""
 import json
 import numpy as np
 from deepinfer.config import EngineConfig
+from deepinfer.runner.load import load
 from deepinfer.runner.runner import Runner
 
 stored = json.load(open({str(folder / "agreement.json")!r}))
 texts = [prompt + greedy for prompt, greedy in zip(stored["prompts"], stored["greedy"])]
 
-def scores(backend):
-    config = EngineConfig.create(model="nano", backend=backend, max_model_len=512, max_num_seqs=1, max_num_batched_tokens=512)
-    runner = Runner.from_config(config)
+def scores(backend, only_reference=False):
+    config = EngineConfig.create(
+        model="nano", backend=backend, act_quant={act_quant!r}, dtype={"float32" if act_quant == "none" else "auto"!r},
+        max_model_len=512, max_num_seqs=1, max_num_batched_tokens=512,
+    )
+    runner = Runner(load(config, only_reference=only_reference))
     return np.concatenate([runner.score(text)[len(p) - 1 : -1] for text, p in zip(texts, stored["prompts"])])
 
-cpu, chip = scores("cpu"), scores("toychip")
+cpu, chip, own = scores("cpu"), scores("toychip"), scores("cpu", True)
 top = np.sort(cpu, 1)[:, -2:]
-sure = top[:, 1] - top[:, 0] > stored["tau"]
-kl = (np.exp(cpu) * (cpu - chip)).sum(1).mean()
-print(len(cpu), sure.mean(), (cpu.argmax(1) == chip.argmax(1))[sure].mean(), kl)
+sure = top[:, 1] - top[:, 0] > {stored["tau"][act_quant]}
+kl, own_kl = ((np.exp(cpu) * (cpu - other)).sum(1).mean() for other in (chip, own))
+print(len(cpu), sure.mean(), (cpu.argmax(1) == chip.argmax(1))[sure].mean(), kl, own_kl)
 """
-    positions, share, equal, divergence = map(float, run(code, site).split())
-    assert positions == 8 * 64
-    assert share >= 0.95 and equal == 1.0 and divergence <= 1e-3
+    positions, share, equal, divergence, rounding = map(float, run(code, site).split())
+    assert positions == 8 * 64 and share >= stored["positions_above_tau"][act_quant] - 0.02
+    assert equal == 1.0 and divergence <= max(1e-3, 1.25 * rounding)
 
 
 # ------------------------------------------------------------------------------------------- docs/porting.md, followed
