@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from deepinfer_hal import HAL_VERSION
+from deepinfer_hal.communicator import Communicator
 from deepinfer_hal.errors import BackendContractError
 from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle, canonical_nbytes, prepare_canonical
@@ -95,8 +96,8 @@ class Backend:
         """(optional) Bytes of the prepared layout, without making it; default: the checkpoint's bytes."""
         return canonical_nbytes(format, shape)
 
-    def communicator(self, index: int) -> Any:
-        """(optional) Collectives between ranks; default: None, one rank."""
+    def communicator(self, index: int) -> type[Communicator] | None:
+        """(optional) The Communicator class whose `open` joins ranks; default: None, one rank."""
         return None
 
     def graphs(self, index: int) -> Any:

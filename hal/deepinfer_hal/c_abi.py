@@ -144,6 +144,8 @@ class CLibrary:
                 tensors += self.pack_weight(value)
             elif arg.kind == "float":
                 numbers.append(float(value))
+            elif arg.kind == "comm":
+                raise Unsupported(f"{card.name}: a communicator has no form in the C ABI; offer this op from Python")
             elif arg.kind == "str":
                 integers.append(_string_code(card, arg.name, value))
             else:

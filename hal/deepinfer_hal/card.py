@@ -26,6 +26,8 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "u8": (torch.uint8,),
     "i32": (torch.int32,),
     "i64": (torch.int64,),
+    "number": (torch.bfloat16, torch.float32, torch.int32),
+    "any": (torch.bfloat16, torch.float32, torch.uint8, torch.int32, torch.int64),
 }
 
 
@@ -33,7 +35,8 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 class Arg:
     """One argument of an op.
 
-    kind: "in", "out", "inout" (tensors), "weight" (a WeightHandle), or a host scalar "int" | "float" | "bool" | "str".
+    kind: "in", "out", "inout" (tensors), "weight" (a WeightHandle), "comm" (a Communicator, whose number of ranks is the size
+    `world`), or a host scalar "int" | "float" | "bool" | "str".
     dims: symbolic names or "" for a scalar; a name seen twice must have one size. A dim such as "K/32" or "T*k" is an
     expression of names; "_" is any size; "..." as the only dim means any shape.
     """
@@ -73,6 +76,9 @@ def scalar(name: str, kind: str) -> Arg:
     """Host scalar: kind is int, float, bool or str."""
     return Arg(name, kind)
 
+
+COMM = Arg("comm", "comm")
+"""The ranks that an op of the communication group runs on; every rank makes the same call."""
 
 COUNT = Arg("count", "in", "i32", ("1",), optional=True)
 """Device count of valid rows; rows past it are no-ops whose outputs stay untouched. None means all rows."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepinfer_hal.card import DTYPES, Arg, OpCard
+from deepinfer_hal.communicator import Communicator
 from deepinfer_hal.dims import DimExpression
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.weights import WeightHandle
@@ -40,6 +41,10 @@ def check_call(card: OpCard, args: Mapping[str, Any]) -> dict[str, int]:
             if not isinstance(value, WeightHandle):
                 raise BadCall(f"{card.name}: {arg.name} must be a prepared weight handle, got {type(value).__name__}")
             _bind_dims(card, arg, tuple(value.shape), sizes)
+        elif arg.kind == "comm":
+            if not isinstance(value, Communicator):
+                raise BadCall(f"{card.name}: {arg.name} must be a Communicator, got {type(value).__name__}")
+            sizes["world"] = value.world_size
         else:
             _check_scalar(card, arg, value)
             if arg.kind == "int":

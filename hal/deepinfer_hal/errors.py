@@ -35,11 +35,30 @@ class BackendUnavailable(BackendError):
     """No backend of that name can be used on this machine; the vendor's own error is kept as `__cause__`."""
 
 
+class CommunicatorError(BackendError):
+    """Ranks cannot go on together; `ranks` are those at fault, empty where nobody can tell."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+
+class CommunicatorTimeout(CommunicatorError):
+    """A rank died, left, or did not come within the deadline; `ranks` names every such rank."""
+
+
+class CommunicatorMismatch(CommunicatorError, BadCall):
+    """Ranks met in different calls; nothing was moved. `ranks` differ from what most ranks called."""
+
+
 __all__ = [
     "BackendContractError",
     "BackendError",
     "BackendUnavailable",
     "BadCall",
+    "CommunicatorError",
+    "CommunicatorMismatch",
+    "CommunicatorTimeout",
     "DeepInferError",
     "Unsupported",
 ]

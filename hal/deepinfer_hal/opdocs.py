@@ -16,8 +16,9 @@ Made from the op cards by `python -m deepinfer_hal.opdocs docs/ops.md`; edit the
 
 Signatures are in calling order. `name: dtype[dims]` is an input tensor, `-> name` an output that the caller allocates,
 `<-> name` a tensor updated in place, `W name[dims]` a weight handle, `?` an argument that may be None. Of the dtypes,
-`stream` is bf16 or f32, `act` is stream or u8 codes of a row format, `float` any of bf16 and f32. `count` is the device
-count of valid rows: outputs of rows past it stay untouched.
+`stream` is bf16 or f32, `act` is stream or u8 codes of a row format, `float` any of bf16 and f32, `number` also i32, `any` also
+u8 and i64. `count` is the device count of valid rows: outputs of rows past it stay untouched. `comm` is a Communicator of
+`world` ranks, each of which makes the same call.
 
 """
 
@@ -32,6 +33,8 @@ def _argument(arg: Arg) -> str:
     dims = f"[{', '.join(arg.dims)}]"
     if arg.kind == "weight":
         return f"W {arg.name}{dims}{optional}"
+    if arg.kind == "comm":
+        return arg.name
     if not arg.is_tensor:
         return f"{arg.name}: {arg.kind}"
     arrow = {"in": "", "out": "-> ", "inout": "<-> "}[arg.kind]

@@ -7,9 +7,10 @@ import platform
 from collections.abc import Mapping, Sequence
 
 import torch
-
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo, MemoryInfo
+from deepinfer_hal.communicator import Communicator
 from deepinfer_hal.kernel import Kernel
+from deepinfer_hal.reference_communicator import ReferenceCommunicator
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
 from deepinfer_cpu import kernels as _kernels
@@ -33,6 +34,9 @@ class CpuBackend(Backend):
 
     def kernels(self, index: int) -> Sequence[Kernel]:
         return _kernels.native_kernels()
+
+    def communicator(self, index: int) -> type[Communicator] | None:
+        return ReferenceCommunicator
 
     def prepare_weight(self, index: int, role: str, canonical: CanonicalWeight) -> WeightHandle:
         return _weights.prepare_weight(role, canonical)

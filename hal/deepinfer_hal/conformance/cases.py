@@ -92,10 +92,11 @@ def check_ops(names: Iterable[str]) -> None:
 
 
 def system_cases(profile: str) -> list[SystemCase]:
-    """Cases of devices, and those that other packages offer. A provider that cannot be imported gives one failing case."""
+    """Cases of devices, of ranks, and of other packages. A provider that cannot be imported gives one failing case."""
+    from deepinfer_hal.conformance.communication import communication_cases
     from deepinfer_hal.conformance.device_cases import device_cases
 
-    found = list(device_cases())
+    found = [*device_cases(), *communication_cases()]
     entries = {name: EntryPoint(name, value, GROUP) for name, value in _IN_TREE.items()}
     entries.update({entry.name: entry for entry in entry_points(group=GROUP)})
     for name, entry in entries.items():

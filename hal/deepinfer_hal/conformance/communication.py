@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from deepinfer_hal.backend import Backend
@@ -18,10 +18,13 @@ from deepinfer_hal.conformance.ranks import Answer, RankProcesses, Seat
 from deepinfer_hal.conformance.verdict import CheckFailed, Declined
 
 WORLDS = (1, 2, 4)
-JOBS = "deepinfer_hal.conformance.rank_jobs"
+JOBS, MOE_JOBS = "deepinfer_hal.conformance.rank_jobs", "deepinfer_hal.conformance.rank_moe"
 DEADLINE_SECONDS = 10.0
 SHORT_DEADLINE_SECONDS = 2.0
 """Where a rank dies or is late: the others must name it within this."""
+
+BUSY_SECONDS = 0.5
+"""What a busy machine may take on top to run the rank that waits."""
 
 WHY = {
     "all_reduce": "Every rank gets the same sum, to the bit, in every run.",
@@ -70,13 +73,11 @@ def seats(backend: Backend, index: int, world: int) -> list[Seat]:
 
 
 def _run(backend: Backend, index: int, job: str, world: int, deadline_s: float, **params: Any) -> list[Answer]:
-    where = seats(backend, index, world)
-    return processes().run(f"{JOBS if ':' not in job else ''}{job if ':' in job else ':' + job}", world, where,
-                           deadline_s=deadline_s, params=params)  # fmt: skip
+    return processes().run(job, world, seats(backend, index, world), deadline_s=deadline_s, params=params)
 
 
 def _all_ok(answers: list[Answer]) -> list[Any]:
-    for rank, answer in enumerate(answers):
+    for answer in answers:
         if answer.error == "Declined":
             raise Declined(answer.message)
     wrong = [f"rank {rank} {answer}" for rank, answer in enumerate(answers) if not answer.ok]
@@ -86,8 +87,7 @@ def _all_ok(answers: list[Answer]) -> list[Any]:
 
 
 def _op(backend: Backend, index: int, op: str, world: int) -> dict[str, Any]:
-    job = "deepinfer_hal.conformance.rank_moe:moe_layer" if op == "moe_layer" else op
-    values = _all_ok(_run(backend, index, job, world, DEADLINE_SECONDS))
+    values = _all_ok(_run(backend, index, f"{MOE_JOBS if op == 'moe_layer' else JOBS}:{op}", world, DEADLINE_SECONDS))
     if op in ("all_reduce", "all_gather") and len({value["digest"] for value in values}) > 1:
         raise CheckFailed(f"ranks have different bits: {[value['digest'][:8] for value in values]}")
     if op == "barrier" and min(value["left"] for value in values) < max(value["came"] for value in values):
@@ -96,25 +96,25 @@ def _op(backend: Backend, index: int, op: str, world: int) -> dict[str, Any]:
 
 
 def _late(backend: Backend, index: int, world: int) -> None:
-    _all_ok(_run(backend, index, "late", world, SHORT_DEADLINE_SECONDS, who=world - 1))
+    _all_ok(_run(backend, index, f"{JOBS}:late", world, SHORT_DEADLINE_SECONDS, who=world - 1))
 
 
 def _dead(backend: Backend, index: int, world: int, when: str) -> dict[str, Any]:
     who = world // 2
-    answers = _run(backend, index, "dead", world, SHORT_DEADLINE_SECONDS, who=who, when=when)
+    answers = _run(backend, index, f"{JOBS}:dead", world, SHORT_DEADLINE_SECONDS, who=who, when=when)
     if not answers[who].died:
         raise CheckFailed(f"rank {who} was to die, but {answers[who]}")
     values = _all_ok([answer for rank, answer in enumerate(answers) if rank != who])
     for value in values:
         if value["named"] != [who]:
             raise CheckFailed(f"rank {who} died, but the error names {value['named']}: {value['message']}")
-        if value["waited"] > SHORT_DEADLINE_SECONDS:
+        if value["waited"] > SHORT_DEADLINE_SECONDS + BUSY_SECONDS:
             raise CheckFailed(f"rank {who} was named after {value['waited']:.2f} s, the deadline is {SHORT_DEADLINE_SECONDS} s")
     return {"waited_s": max(value["waited"] for value in values)}
 
 
 def _confused(backend: Backend, index: int, world: int) -> None:
     who = world - 1
-    for value in _all_ok(_run(backend, index, "confused", world, SHORT_DEADLINE_SECONDS, who=who)):
+    for value in _all_ok(_run(backend, index, f"{JOBS}:confused", world, SHORT_DEADLINE_SECONDS, who=who)):
         if world > 2 and value["named"] != [who]:
             raise CheckFailed(f"rank {who} made another call, but the error names {value['named']}")

@@ -15,6 +15,7 @@ import torch
 
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.card import Case, OpCard
+from deepinfer_hal.communicator import Communicator, SingleRank, World
 from deepinfer_hal.conformance import rows
 from deepinfer_hal.conformance.arena import Placed, bits, clone, place
 from deepinfer_hal.conformance.verdict import CheckFailed, Declined
@@ -51,6 +52,12 @@ class Subject:
         scales = None if canonical.scales is None else canonical.scales.to(self.device)
         moved = CanonicalWeight(canonical.format, canonical.values.to(self.device), scales)
         return self.backend.prepare_weight(self.index, role, moved)
+
+    @functools.cached_property
+    def communicator(self) -> Communicator:
+        """The backend's own communicator of one rank."""
+        kind = None if self.backend is None else self.backend.communicator(self.index)
+        return SingleRank() if kind is None else kind.open(World(0, 1), self.device)
 
     def synchronize(self) -> None:
         if self.backend is not None:
@@ -178,11 +185,13 @@ class Problem:
         return self._weights[id(handle)][1]
 
     def place(self, args: Args | None = None, **placing: Any) -> Placed:
-        """Host arguments on the device, with the backend's weights."""
+        """Host arguments on the device, with the backend's weights and its communicator."""
         placed = place(self.pristine if args is None else args, self.subject.device, **placing)
         for arg in self.card.signature:
             if arg.kind == "weight" and placed.args[arg.name] is not None:
                 placed.args[arg.name] = self.weight(placed.args[arg.name])
+            elif arg.kind == "comm":
+                placed.args[arg.name] = self.subject.communicator
         return placed
 
     def call(self, args: Args) -> None:

@@ -102,7 +102,8 @@ def all_gather(rank: Rank) -> dict[str, Any]:
     results = []
     with rank.open() as comm:
         world, bound = comm.world_size, max(TOKENS)
-        for number, (width, dtype) in enumerate(((64, torch.bfloat16), (33, torch.float32), (528, torch.uint8), (1, torch.int64))):
+        kinds = ((64, torch.bfloat16), (33, torch.float32), (528, torch.uint8), (1, torch.int64))
+        for number, (width, dtype) in enumerate(kinds):
             gens = [seeded(number, r) for r in range(world)]
             every = [torch.randint(0, 200, (bound, width), generator=gen).to(dtype) for gen in gens]
             out = c.poisoned(world, bound, width, dtype=dtype)

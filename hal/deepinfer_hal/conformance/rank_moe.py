@@ -81,8 +81,8 @@ def _over_ranks(rank: Rank, parts: Any, comm: Communicator, x: torch.Tensor, mos
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     u8, f32 = torch.uint8, torch.float32
-    logits, ids, weights, counts = new(n, EXPERTS, dtype=f32), new(n, CHOICES, dtype=I32), new(n, CHOICES, dtype=f32), None
-    counts = new(EXPERTS, dtype=I32)
+    logits, counts = new(n, EXPERTS, dtype=f32), new(EXPERTS, dtype=I32)
+    ids, weights = new(n, CHOICES, dtype=I32), new(n, CHOICES, dtype=f32)
     parts.linear(x, None, w["gate"], None, logits, None)
     parts.route_topk(logits, w["bias"], CHOICES, 1.5, None, None, ids, weights, counts)
 

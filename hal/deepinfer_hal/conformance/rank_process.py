@@ -1,6 +1,7 @@
 """The process of one rank: jobs come as JSON lines on standard input, answers go out as JSON lines.
 
-It ends when standard input does, whatever it is doing then, so that no rank outlives the process that started it.
+The store's port is its argument. It ends when standard input does, whatever it is doing then, so that no rank outlives
+the process that started it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import torch
 
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.communicator import Communicator, World
+from deepinfer_hal.reference_communicator import connect_to_store
+
+HOST = "127.0.0.1"
+START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ def main() -> int:
     torch.set_num_threads(1)
     answers, jobs = _private_output(), queue.Queue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
+    connect_to_store(World(0, 1, HOST, int(sys.argv[1]), deadline_s=START_SECONDS))
     _tell(answers, {"value": "ready"})
     while True:
         _tell(answers, _play(jobs.get()))

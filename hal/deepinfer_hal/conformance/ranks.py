@@ -22,10 +22,9 @@ from typing import Any
 
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.communicator import World
+from deepinfer_hal.conformance.rank_process import HOST, START_SECONDS
 from deepinfer_hal.reference_communicator import serve_store
 
-HOST = "127.0.0.1"
-START_SECONDS = 120.0
 JOB_SECONDS = 60.0
 
 
@@ -88,7 +87,7 @@ class RankProcesses:
 
     def _process(self, rank: int) -> _Process:
         if rank not in self._processes or self._processes[rank].dead:
-            self._processes[rank] = _Process()
+            self._processes[rank] = _Process(self._store.port)
         return self._processes[rank]
 
     def close(self) -> None:
@@ -108,6 +107,7 @@ class RankProcesses:
 class _Process:
     """One rank process and its answers, one JSON line each; None when it has ended."""
 
+    port: int
     process: subprocess.Popen[str] = field(init=False)
     answers: queue.Queue[dict[str, Any] | None] = field(default_factory=queue.Queue)
     ready: bool = False
@@ -116,8 +116,8 @@ class _Process:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
         self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "deepinfer_hal.conformance.rank_process"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.errors, env=environment, text=True, encoding="utf-8",
+            [sys.executable, "-u", "-m", "deepinfer_hal.conformance.rank_process", str(self.port)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment, text=True, encoding="utf-8",
         )  # fmt: skip
         threading.Thread(target=self._listen, daemon=True).start()
 

@@ -53,6 +53,8 @@ class Recorder:
         call()
 
     def _keep(self, card: OpCard, args: Mapping[str, Any]) -> None:
+        if any(arg.kind == "comm" for arg in card.signature):
+            return  # no call of one rank alone
         tensors = {name: value for name, value in args.items() if isinstance(value, torch.Tensor)}
         shapes = (card.name, *((name, tuple(t.shape), t.dtype) for name, t in tensors.items()))
         if self._seen[shapes] >= self.most_calls:
