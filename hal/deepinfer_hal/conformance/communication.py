@@ -41,13 +41,13 @@ def communication_cases() -> Iterator[SystemCase]:
     for op, why in WHY.items():
         for world in WORLDS:
             yield SystemCase(f"ranks(op={op},world={world})", why, functools.partial(_op, op=op, world=world))
-    for world in WORLDS[1:]:
-        for what, why, check in (
-            ("late", "A rank that comes within the deadline is no error.", _late),
-            ("dead", "A killed rank is named within the deadline.", functools.partial(_dead, when="call")),
-            ("dead_in_transfer", "Also when it is killed while bytes move.", functools.partial(_dead, when="transfer")),
-            ("confused", "Ranks that make different calls are told so, and nothing moves.", _confused),
-        ):
+    for what, why, check in (
+        ("late", "A rank that comes within the deadline is no error.", _late),
+        ("confused", "Ranks that make different calls are told so, and nothing moves.", _confused),
+        ("dead", "A killed rank is named within the deadline.", functools.partial(_dead, when="call")),
+        ("dead_in_transfer", "Also when it is killed while bytes move.", functools.partial(_dead, when="transfer")),
+    ):
+        for world in WORLDS[1:]:
             yield SystemCase(f"ranks({what},world={world})", why, functools.partial(check, world=world))
 
 

@@ -61,11 +61,11 @@ class Seat:
 
 
 class RankProcesses:
-    """Up to `most` rank processes on this machine and the store at which they meet."""
+    """`most` rank processes on this machine, started when the first job is run, and the store at which they meet."""
 
     def __init__(self, most: int = 4) -> None:
         self.most, self._store, self._numbers = most, serve_store(HOST), itertools.count()
-        self._processes: dict[int, _Process] = {}
+        self._processes: list[_Process] = []
 
     def run(
         self, job: str, size: int, seats: Sequence[Seat], *, deadline_s: float = 2.0, limit_s: float = JOB_SECONDS,
@@ -76,23 +76,26 @@ class RankProcesses:
         A rank that is not done after limit_s is stopped, and has died of it.
         """
         name = f"world{next(self._numbers)}"
-        processes = [self._process(rank) for rank in range(size)]
+        self._replace_the_dead()
+        processes = self._processes[:size]
         for process in processes:
             process.wait_until_ready()
         for rank, process in enumerate(processes):
             world = World(rank, size, HOST, self._store.port, name, deadline_s, HOST)
             process.send({"job": job, "world": asdict(world), "seat": asdict(seats[rank]), "params": dict(params or {})})
         limit = time.monotonic() + limit_s
-        return [process.answer(limit) for process in processes]
+        answers = [process.answer(limit) for process in processes]
+        self._replace_the_dead()  # so that they start while the caller looks at the answers
+        return answers
 
-    def _process(self, rank: int) -> _Process:
-        if rank not in self._processes or self._processes[rank].dead:
-            self._processes[rank] = _Process(self._store.port)
-        return self._processes[rank]
+    def _replace_the_dead(self) -> None:
+        """The living first, since new ones take a while to start."""
+        self._processes = [process for process in self._processes if not process.dead]
+        self._processes += [_Process(self._store.port) for _ in range(self.most - len(self._processes))]
 
     def close(self) -> None:
         """Ends every process that was started here."""
-        for process in self._processes.values():
+        for process in self._processes:
             process.stop()
         self._processes.clear()
 
