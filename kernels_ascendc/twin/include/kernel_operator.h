@@ -5,6 +5,8 @@
 #include "twin/cube.h"
 #include "twin/pipe.h"
 #include "twin/reduce.h"
+#include "twin/reg.h"
+#include "twin/select.h"
 #include "twin/sync.h"
 #include "twin/tensor.h"
 #include "twin/vector.h"

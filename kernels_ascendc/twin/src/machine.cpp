@@ -212,6 +212,7 @@ static void start_core(Core& core, int block, int blocks, int sub_block, int rat
   core.pipe_object = nullptr;
   core.unit_m_set = core.unit_fix_set = false;
   core.sync_rounds = 0;
+  core.in_vector_function = false;
   memset(core.event_ids, 0, sizeof core.event_ids);
   memset(core.allocated, 0, sizeof core.allocated);
 }

@@ -1,6 +1,8 @@
 // The vector unit's element-wise instructions over local memory.
 #include "twin/vector.h"
 
+#include <vector>
+
 #include "lanes.h"
 #include "walk.h"
 
@@ -171,6 +173,23 @@ void run_duplicate(Type type, View d, const void* scalar, const Walk& walk, Wher
   const ScalarLanes f = lanes().scalar[kDuplicate][type];
   if (f == nullptr) refuse_type(op_Duplicate, type, where);
   run(op_Duplicate, &type, d, nullptr, 0, false, walk, where, [f, scalar](void* o, const void*, const void*, size_t n) { f(o, o, scalar, n); });
+}
+
+void run_interleave(bool back, Type type, View d0, View d1, View a, View b, int64_t count, Where where) {
+  Pipe& pipe = begin(kV, op_Interleave, where);
+  const View operands[] = {d0, d1, a, b};
+  for (const View& v : operands) need_vector_operand(pipe, v, "an operand");
+  const size_t size = kTypeBytes[type], n = (size_t)count, bytes = n * size;
+  std::vector<uint8_t> in(2 * bytes), out(2 * bytes);
+  memcpy(in.data(), load(pipe, *a.memory, a.offset, bytes, "the first source"), bytes);
+  memcpy(in.data() + bytes, load(pipe, *b.memory, b.offset, bytes, "the second source"), bytes);
+  for (size_t i = 0; i < 2 * n; ++i) {
+    const size_t apart = i % 2 * n + i / 2;
+    memcpy(out.data() + (back ? apart : i) * size, in.data() + (back ? i : apart) * size, size);
+  }
+  memcpy(store(pipe, *d0.memory, d0.offset, bytes, "the first destination"), out.data(), bytes);
+  memcpy(store(pipe, *d1.memory, d1.offset, bytes, "the second destination"), out.data() + bytes, bytes);
+  done(pipe, op_Interleave, where, (uint32_t)(2 * bytes), 2 * n);
 }
 
 // Pairs and rounding modes of the table for this chip on the page "Cast"; modes as a bit set, bit 0 = CAST_NONE.

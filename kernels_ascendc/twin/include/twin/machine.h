@@ -109,7 +109,8 @@ struct Core {
   uint64_t mask[2];
   bool count_mode;
   uint8_t atomic_op, atomic_type;
-  uint8_t compare_mask[32];                    // what Compare without a destination leaves for Select
+  bool in_vector_function;
+  uint32_t stores_seen;                        // stores up to this number are visible to the vector function's loads
   Snapshot unit_m, unit_fix;                   // what unitFlag carries between Mmad and Fixpipe
   bool unit_m_set, unit_fix_set;
   void* pipe_object;                           // the TPipe alive on this core

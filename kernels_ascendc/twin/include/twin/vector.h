@@ -41,6 +41,7 @@ Walk sliced(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, const
 void run_binary(Op op, int lane_op, Type type, View d, View a, View b, const Walk& walk, Where where);
 void run_unary(Op op, int lane_op, Type type, View d, View a, const Walk& walk, Where where);
 void run_scalar(Op op, int lane_op, Type type, View d, View a, const void* scalar, const Walk& walk, Where where);
+void run_interleave(bool back, Type type, View d0, View d1, View a, View b, int64_t count, Where where);
 void run_duplicate(Type type, View d, const void* scalar, const Walk& walk, Where where);
 void run_cast(Type to, View d, Type from, View a, AscendC::RoundMode mode, const Walk& walk, Where where);
 
@@ -146,6 +147,17 @@ inline void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const Rou
   constexpr twin::Type widest = sizeof(T) > sizeof(U) ? twin::type_of<T> : twin::type_of<U>;
   twin::run_cast(twin::type_of<T>, dst.view(), twin::type_of<U>, src.view(), roundMode,
                  twin::sliced(mask, true, isSetMask, repeatTime, p, widest, where), where);
+}
+
+// [dst0 | dst1] takes the elements of src0 and src1 in turn; DeInterleave is the inverse. `count` elements each.
+template <class T>
+inline void Interleave(const LocalTensor<T>& dst0, const LocalTensor<T>& dst1, const LocalTensor<T>& src0, const LocalTensor<T>& src1, int32_t count, TWIN_HERE) {
+  twin::run_interleave(false, twin::type_of<T>, dst0.view(), dst1.view(), src0.view(), src1.view(), count, where);
+}
+template <class T>
+inline void DeInterleave(const LocalTensor<T>& dst0, const LocalTensor<T>& dst1, const LocalTensor<T>& src0, const LocalTensor<T>& src1, int32_t count,
+                         TWIN_HERE) {
+  twin::run_interleave(true, twin::type_of<T>, dst0.view(), dst1.view(), src0.view(), src1.view(), count, where);
 }
 
 inline void SetMaskCount() { twin::current->count_mode = true; }

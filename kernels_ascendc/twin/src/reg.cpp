@@ -1,0 +1,268 @@
+// Vector functions: what moves between UB and registers, and the rules between stores and loads of one function.
+#include "twin/reg.h"
+
+#include "lanes.h"
+#include "reg_private.h"
+
+namespace twin {
+
+void enter_vector_function(Where where) {
+  Core& core = *current;
+  if (core.kind == kCube) give_up("asc_vf_call at %s:%d on %s: only vector cores run vector functions", where.file, where.line, place(core).c_str());
+  if (core.in_vector_function) give_up("asc_vf_call at %s:%d inside a vector function", where.file, where.line);
+  core.in_vector_function = true;
+  core.stores_seen = core.pipe[kV].now;
+}
+void leave_vector_function() { current->in_vector_function = false; }
+
+// Loads see the function's own stores only behind LocalMemBar<VEC_STORE, VEC_LOAD>; the page asks for it.
+void reg_barrier(bool store_to_load, Where where) {
+  Pipe& pipe = begin(kV, op_LocalMemBar, where);
+  if (store_to_load) current->stores_seen = pipe.now;
+  done(pipe, op_LocalMemBar, where, 0, 0);
+}
+
+namespace {
+
+Pipe& start(Op op, Where where) {
+  if (!current->in_vector_function) give_up("%s at %s:%d: register instructions belong in a function that asc_vf_call calls", kOpNames[op], where.file, where.line);
+  return begin(kV, op, where);
+}
+
+uint64_t offset_in_ub(const void* address, int alignment, const Pipe& pipe) {
+  Memory& ub = memory_of_pointer(*current, address);
+  const uint64_t offset = (uint64_t)(static_cast<const uint8_t*>(address) - ub.data);
+  if (offset % (uint64_t)alignment != 0) {
+    const Where w = where_now(pipe);
+    give_up("%s at %s:%d: byte %llu of UB, and must be a multiple of %d", op_now(pipe), w.file, w.line, (unsigned long long)offset, alignment);
+  }
+  return offset;
+}
+
+// `bytes` from UB with a bit for each of whether it was written.
+struct Loaded {
+  const uint8_t* data;
+  uint64_t valid[8];  // of up to 512 bytes
+};
+Loaded fetch(Pipe& pipe, const void* address, uint64_t bytes, int alignment) {
+  const uint64_t offset = offset_in_ub(address, alignment, pipe);
+  Memory& ub = current->memory[kUb];
+  const uint32_t all = pipe.known.at[pipe.tid];
+  pipe.known.at[pipe.tid] = current->stores_seen;
+  Loaded got{load_unchecked(pipe, ub, offset, bytes, "the source"), {}};
+  pipe.known.at[pipe.tid] = all;
+  if (offset % 32 == 0 && bytes % 32 == 0) {
+    for (uint64_t b = 0; b < bytes / 32; ++b) {
+      const uint64_t word = holds(ub, offset / 32 + b, 1, 0) ? ub.valid[offset / 32 + b] : 0;
+      got.valid[b / 2] |= word << (b % 2 * 32);
+    }
+    return got;
+  }
+  for (uint64_t i = 0; i < bytes; ++i) {
+    const uint64_t at = offset + i;
+    if (holds(ub, at / 32, 1, 1u << (at % 32))) got.valid[i / 64] |= uint64_t(1) << (i % 64);
+  }
+  return got;
+}
+bool valid_at(const Loaded& l, int from, int n) {
+  for (int i = from; i < from + n; ++i)
+    if (!(l.valid[i / 64] >> (i % 64) & 1)) return false;
+  return true;
+}
+void set_item(Register& d, int at, int n, const uint8_t* value, bool good) {
+  memcpy(d.bytes + at, value, (size_t)n);
+  for (int i = at; i < at + n; ++i) good ? d.valid[i / 64] |= uint64_t(1) << (i % 64) : d.valid[i / 64] &= ~(uint64_t(1) << (i % 64));
+}
+
+void complain_unwritten(const Pipe& pipe) {
+  const Where w = where_now(pipe);
+  complain("%s at %s:%d stores or uses register lanes that hold nothing written", op_now(pipe), w.file, w.line);
+}
+
+}  // namespace
+
+void reg_load(Register& d, const void* address, Load how, int unit, Where where) {
+  Pipe& pipe = start(op_LoadAlign, where);
+  const int lanes_of_unit = 256 / unit;
+  const uint8_t zero[8] = {};
+  Register out;
+  switch (how) {
+    case Load::NORM: {
+      const Loaded l = fetch(pipe, address, 256, 32);
+      memcpy(out.bytes, l.data, 256);
+      memcpy(out.valid, l.valid, sizeof out.valid);
+      break;
+    }
+    case Load::BRC: {
+      const Loaded l = fetch(pipe, address, (uint64_t)unit, unit);
+      for (int i = 0; i < 256; i += unit) set_item(out, i, unit, l.data, valid_at(l, 0, unit));
+      break;
+    }
+    case Load::US: {
+      const Loaded l = fetch(pipe, address, 128, 32);
+      for (int i = 0; i < lanes_of_unit; ++i) set_item(out, i * unit, unit, l.data + i / 2 * unit, valid_at(l, i / 2 * unit, unit));
+      break;
+    }
+    case Load::DS: {
+      const Loaded l = fetch(pipe, address, 512, 32);
+      for (int i = 0; i < lanes_of_unit; ++i) set_item(out, i * unit, unit, l.data + i * 2 * unit, valid_at(l, i * 2 * unit, unit));
+      break;
+    }
+    case Load::UNPACK: case Load::UNPACK4: {
+      const int spread = how == Load::UNPACK ? 2 : 4;
+      const Loaded l = fetch(pipe, address, (uint64_t)(256 / spread), 32);
+      for (int i = 0; i < lanes_of_unit; ++i) {
+        const bool value = i % spread == 0;
+        set_item(out, i * unit, unit, value ? l.data + i / spread * unit : zero, !value || valid_at(l, i / spread * unit, unit));
+      }
+      break;
+    }
+    case Load::BLK: {
+      const Loaded l = fetch(pipe, address, 32, 32);
+      for (int i = 0; i < 256; i += 32) set_item(out, i, 32, l.data, valid_at(l, 0, 32));
+      break;
+    }
+    case Load::E2B: {
+      const Loaded l = fetch(pipe, address, 8 * (uint64_t)unit, 8 * unit);
+      for (int i = 0; i < 256; i += unit) set_item(out, i, unit, l.data + i / 32 * unit, valid_at(l, i / 32 * unit, unit));
+      break;
+    }
+  }
+  d = out;
+  done(pipe, op_LoadAlign, where, 256, (uint64_t)lanes_of_unit);
+}
+
+void reg_load_pairs(Register& d0, Register& d1, const void* address, int unit, Where where) {
+  Pipe& pipe = start(op_LoadAlign, where);
+  const Loaded l = fetch(pipe, address, 512, 32);
+  for (int i = 0; i < 256 / unit; ++i) {
+    set_item(d0, i * unit, unit, l.data + 2 * i * unit, valid_at(l, 2 * i * unit, unit));
+    set_item(d1, i * unit, unit, l.data + (2 * i + 1) * unit, valid_at(l, (2 * i + 1) * unit, unit));
+  }
+  done(pipe, op_LoadAlign, where, 512, 512 / (uint64_t)unit);
+}
+
+void reg_load_unaligned(Register& d, const void* address, Where where) {
+  Pipe& pipe = start(op_LoadUnAlign, where);
+  const Loaded l = fetch(pipe, address, 256, 1);
+  memcpy(d.bytes, l.data, 256);
+  memcpy(d.valid, l.valid, sizeof d.valid);
+  done(pipe, op_LoadUnAlign, where, 256, 256);
+}
+
+void reg_load_mask(Mask& d, const void* address, Where where) {
+  Pipe& pipe = start(op_LoadAlign, where);
+  const Loaded l = fetch(pipe, address, 32, 32);
+  if (!valid_at(l, 0, 32)) complain_unwritten(pipe);
+  memcpy(d.bits, l.data, 32);
+  done(pipe, op_LoadAlign, where, 32, 1);
+}
+
+namespace {
+
+// Writes `bytes` from `data`, those whose bit in `active` is set.
+void put_bytes(Pipe& pipe, const void* address, const uint8_t* data, const uint64_t* active, int bytes, int alignment) {
+  const uint64_t offset = offset_in_ub(address, alignment, pipe);
+  Memory& ub = current->memory[kUb];
+  bool all = true;
+  for (int i = 0; i < bytes && all; ++i) all = active[i / 64] >> (i % 64) & 1;
+  if (all) {
+    memcpy(store(pipe, ub, offset, (uint64_t)bytes, "the destination"), data, (size_t)bytes);
+    return;
+  }
+  for (uint64_t at = offset / 32 * 32; at < offset + (uint64_t)bytes; at += 32) {
+    uint32_t mask = 0;
+    for (int i = 0; i < 32; ++i) {
+      const int64_t k = (int64_t)(at + (uint64_t)i) - (int64_t)offset;
+      if (k >= 0 && k < bytes && (active[k / 64] >> (k % 64) & 1)) mask |= 1u << i;
+    }
+    if (mask == 0) continue;
+    uint8_t* to = store_some(pipe, ub, at, mask, "the destination");
+    for (int i = 0; i < 32; ++i)
+      if (mask >> i & 1) to[i] = data[(int64_t)(at + (uint64_t)i) - (int64_t)offset];
+  }
+}
+
+}  // namespace
+
+void reg_store(void* address, const Register& s, Store how, int unit, const Mask& mask, Where where) {
+  Pipe& pipe = start(op_StoreAlign, where);
+  const ByteMask active = spread(mask, unit);
+  if (how == Store::FIRST) {
+    const uint64_t one[4] = {(uint64_t(1) << unit) - 1, 0, 0, 0};
+    if ((s.valid[0] & one[0]) != one[0]) complain_unwritten(pipe);
+    put_bytes(pipe, address, s.bytes, one, unit, unit);
+    return done(pipe, op_StoreAlign, where, (uint32_t)unit, 1);
+  }
+  const int keep = how == Store::NORM ? unit : how == Store::PACK ? unit / 2 : unit / 4;  // the low bytes of each element
+  uint8_t data[256];
+  uint64_t wanted[4] = {};
+  bool good = true;
+  for (int i = 0; i < 256 / unit; ++i)
+    for (int k = 0; k < keep; ++k) {
+      const int from = i * unit + k, to = i * keep + k;
+      data[to] = s.bytes[from];
+      if (!(active.bits[from / 64] >> (from % 64) & 1)) continue;
+      wanted[to / 64] |= uint64_t(1) << (to % 64);
+      good = good && (s.valid[from / 64] >> (from % 64) & 1);
+    }
+  if (!good) complain_unwritten(pipe);
+  put_bytes(pipe, address, data, wanted, 256 / unit * keep, 32);
+  done(pipe, op_StoreAlign, where, (uint32_t)(256 / unit * keep), 256 / (uint64_t)unit);
+}
+
+void reg_store_pairs(void* address, const Register& s0, const Register& s1, int unit, Where where) {
+  Pipe& pipe = start(op_StoreAlign, where);
+  uint8_t data[512];
+  uint64_t wanted[8];
+  memset(wanted, 0xff, sizeof wanted);
+  for (int i = 0; i < 256 / unit; ++i) {
+    memcpy(data + 2 * i * unit, s0.bytes + i * unit, (size_t)unit);
+    memcpy(data + (2 * i + 1) * unit, s1.bytes + i * unit, (size_t)unit);
+  }
+  for (int i = 0; i < 4; ++i)
+    if ((s0.valid[i] & s1.valid[i]) != ~0ull) {
+      complain_unwritten(pipe);
+      break;
+    }
+  put_bytes(pipe, address, data, wanted, 512, 32);
+  done(pipe, op_StoreAlign, where, 512, 512 / (uint64_t)unit);
+}
+
+void reg_store_bytes(void* address, const Register& s, int bytes, Where where) {
+  Pipe& pipe = start(op_StoreUnAlign, where);
+  uint64_t wanted[4] = {};
+  bool good = bytes <= 256;
+  for (int i = 0; i < bytes && i < 256; ++i) {
+    wanted[i / 64] |= uint64_t(1) << (i % 64);
+    good = good && (s.valid[i / 64] >> (i % 64) & 1);
+  }
+  if (!good) complain_unwritten(pipe);
+  put_bytes(pipe, address, s.bytes, wanted, bytes, 1);
+  done(pipe, op_StoreUnAlign, where, (uint32_t)bytes, (uint64_t)bytes);
+}
+
+void reg_gather(Register& d, Type type, const void* base, Type source, const Register& index, const Mask& mask, Where where) {
+  Pipe& pipe = start(op_RegGather, where);
+  const int size = kTypeBytes[type], from_size = kTypeBytes[source];
+  const uint64_t offset = offset_in_ub(base, 32, pipe);
+  Memory& ub = current->memory[kUb];
+  Register out;
+  memset(out.bytes, 0, 256);
+  for (int i = 0; i < 4; ++i) out.valid[i] = ~0ull;
+  const uint32_t all = pipe.known.at[pipe.tid];
+  pipe.known.at[pipe.tid] = current->stores_seen;
+  for (int i = 0; i < 256 / size; ++i) {
+    const int at = i * size;
+    if (!(mask.bits[at / 64] >> (at % 64) & 1)) continue;
+    uint64_t k = 0;
+    memcpy(&k, index.bytes + at, size == 8 ? 4 : (size_t)size);
+    if (!(index.valid[at / 64] >> (at % 64) & 1)) complain_unwritten(pipe);
+    memcpy(out.bytes + at, load(pipe, ub, offset + k * (uint64_t)from_size, (uint64_t)from_size, "the source"), (size_t)from_size);
+  }
+  pipe.known.at[pipe.tid] = all;
+  d = out;
+  done(pipe, op_RegGather, where, 256, 256 / (uint64_t)size);
+}
+
+}  // namespace twin

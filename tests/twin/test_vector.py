@@ -1,0 +1,164 @@
+"""Vector instructions against numpy: types, counts, masks, strides, and lanes that must stay as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import probes
+import pytest
+from deepinfer_hal.errors import BackendError
+from probes import TYPES, vector
+
+pytestmark = pytest.mark.skipif(probes.missing() is not None, reason=str(probes.missing()))
+
+FLOATS = ("float", "half", "bfloat16_t")
+INTEGERS = ("int32_t", "int16_t", "uint16_t", "uint8_t")
+
+
+def values(dtype: str, n: int, seed: int = 0, positive: bool = False) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    kind = TYPES[dtype][1]
+    if dtype in FLOATS:
+        x = rng.standard_normal(n).astype(np.float32) * 3
+        return (np.abs(x) + 0.1 if positive else x).astype(kind)
+    info = np.iinfo(kind)
+    return rng.integers(max(info.min, -1000), min(info.max, 1000), n, dtype=np.int64).astype(kind)
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32)
+
+
+BINARY = {
+    "Add": lambda a, b: a + b,
+    "Sub": lambda a, b: a - b,
+    "Mul": lambda a, b: a * b,
+    "Max": np.maximum,
+    "Min": np.minimum,
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+@pytest.mark.parametrize("op", BINARY)
+def test_binary(op, dtype):
+    a, b = values(dtype, 331, 1), values(dtype, 331, 2)
+    kind = TYPES[dtype][1]
+    expected = BINARY[op](wide(a), wide(b)).astype(kind) if dtype in FLOATS else BINARY[op](a, b)
+    got = vector(op, dtype, a, b)
+    assert got.tobytes() == expected.astype(kind).tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_division_is_correctly_rounded(dtype):
+    a, b = values(dtype, 200, 1), values(dtype, 200, 2, positive=True)
+    assert vector("Div", dtype, a, b).tobytes() == (wide(a) / wide(b)).astype(TYPES[dtype][1]).tobytes()
+
+
+@pytest.mark.parametrize("op", ["And", "Or", "Xor", "Not"])
+def test_bits(op):
+    a, b = values("int16_t", 200, 1), values("int16_t", 200, 2)
+    expected = {"And": a & b, "Or": a | b, "Xor": a ^ b, "Not": ~a}[op]
+    assert np.array_equal(vector(op, "int16_t", a, b), expected)
+
+
+@pytest.mark.parametrize(("op", "f", "ulps"), [
+    ("Exp", np.exp, 1), ("Ln", np.log, 2), ("Sqrt", np.sqrt, 0), ("Reciprocal", lambda x: 1 / x, 0),
+    ("Rsqrt", lambda x: 1 / np.sqrt(x), 1), ("Abs", np.abs, 0), ("Relu", lambda x: np.maximum(x, 0), 0), ("Neg", np.negative, 0),
+])  # fmt: skip
+def test_unary(op, f, ulps):
+    x = values("float", 4001, 3, positive=op in ("Ln", "Sqrt", "Rsqrt", "Reciprocal")) * np.float32(7)
+    exact = f(x.astype(np.float64))
+    got = vector(op, "float", x)
+    unit = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
+    assert (np.abs(got - exact) <= (ulps + 0.5001) * unit).all()
+
+
+def test_exponential_at_the_edges():
+    x = np.array([0, -0.0, 88.7, 89, 1000, -87, -103, -104, -1000, np.inf, -np.inf, np.nan], np.float32)
+    got = vector("Exp", "float", x)
+    with np.errstate(over="ignore"):
+        exact = np.exp(x.astype(np.float64)).astype(np.float32)
+    assert np.allclose(got, exact, rtol=2e-7, atol=1e-45, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", ["Adds", "Muls", "Maxs", "Mins"])
+def test_scalars(op, dtype):
+    x, kind = values(dtype, 77, 4), TYPES[dtype][1]
+    k = np.float32(kind(1.25))
+    expected = {"Adds": wide(x) + k, "Muls": wide(x) * k, "Maxs": np.maximum(wide(x), k), "Mins": np.minimum(wide(x), k)}[op]
+    assert vector(op, dtype, x, scalar=1.25).tobytes() == expected.astype(kind).tobytes()
+
+
+def test_shifts_are_arithmetic_for_signed_types():
+    x = values("int32_t", 64, 5)
+    assert np.array_equal(vector("ShiftRight", "int32_t", x, scalar=3), x >> 3)
+    assert np.array_equal(vector("ShiftLeft", "int32_t", x, scalar=3), x << 3)
+    assert np.array_equal(vector("ShiftRight", "uint32_t", x.view(np.uint32), scalar=3), x.view(np.uint32) >> 3)
+
+
+def test_instructions_that_read_their_destination():
+    a, b, y = (values("float", 100, s) for s in (1, 2, 3))
+    assert np.array_equal(vector("MulAddDst", "float", a, b, y.copy()), a * b + y)
+    assert np.array_equal(vector("Axpy", "float", a, y=y.copy(), scalar=1.5), a * np.float32(1.5) + y)
+
+
+def test_count_leaves_the_tail_alone():
+    a, b, y = values("float", 96, 1), values("float", 96, 2), values("float", 96, 3)
+    got = vector("Add", "float", a, b, y.copy(), count=37)
+    assert np.array_equal(got[:37], (a + b)[:37])
+    assert np.array_equal(got[37:], y[37:])
+
+
+@pytest.mark.parametrize(("dtype", "lanes"), [("float", 64), ("float", 13), ("half", 128), ("half", 77), ("bfloat16_t", 5)])
+def test_mask_by_lanes(dtype, lanes):
+    per_repeat = 256 // np.dtype(TYPES[dtype][1]).itemsize
+    a, b, y = (values(dtype, per_repeat * 3, s) for s in (1, 2, 3))
+    got = vector("Add", dtype, a, b, y.copy(), lanes=lanes, repeats=3)
+    expected = y.copy().reshape(3, -1)
+    total = (wide(a) + wide(b)).astype(TYPES[dtype][1]).reshape(3, -1)
+    expected[:, :lanes] = total[:, :lanes]
+    assert got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float", "half"])
+def test_mask_by_bits(dtype):
+    per_repeat = 256 // np.dtype(TYPES[dtype][1]).itemsize
+    mask = (0x5A5A_F00F_1234_8001, 0x8000_0000_0000_0003)
+    on = np.array([mask[i // 64] >> (i % 64) & 1 for i in range(per_repeat)], bool)
+    a, b, y = (values(dtype, per_repeat * 2, s) for s in (1, 2, 3))
+    got = vector("Mul", dtype, a, b, y.copy(), mask=mask, repeats=2).reshape(2, -1)
+    product = (wide(a) * wide(b)).astype(TYPES[dtype][1]).reshape(2, -1)
+    assert got.tobytes() == np.where(on, product, y.reshape(2, -1)).tobytes()
+
+
+def test_strides():
+    """Every second block of the first source, one broadcast block of the second, a gap in the destination."""
+    a, b = values("float", 8 * 16 * 2, 1), values("float", 8 * 2, 2)
+    y = np.full(8 * 10 * 2, 7.5, np.float32)
+    got = vector("Add", "float", a, b, y.copy(), lanes=64, repeats=2, strides=(1, 2, 0, 10, 16, 1)).reshape(2, 10, 8)
+    expected = y.reshape(2, 10, 8).copy()
+    for repeat in range(2):
+        expected[repeat, :8] = a.reshape(2, 16, 8)[repeat, ::2] + b.reshape(2, 8)[repeat]
+    assert np.array_equal(got, expected)
+
+
+def test_duplicate():
+    assert np.array_equal(vector("Duplicate", "half", np.zeros(100, np.float16), scalar=2.5), np.full(100, 2.5, np.float16))
+
+
+def test_types_that_the_device_lacks_are_refused():
+    with pytest.raises(BackendError, match="no such instruction for int32_t"):
+        vector("Exp", "int32_t", values("int32_t", 64))
+
+
+@pytest.mark.parametrize("level", ["avx2", "base"])
+def test_every_instruction_level_gives_the_same_bits(level):
+    module = probes.twin.module()
+    best = module.level()
+    x = values("float", 999, 6, positive=True)
+    first = [vector(op, "float", x, x).tobytes() for op in ("Exp", "Ln", "Rsqrt", "Mul", "Div")]
+    try:
+        module.set_level(level)
+        assert first == [vector(op, "float", x, x).tobytes() for op in ("Exp", "Ln", "Rsqrt", "Mul", "Div")]
+    finally:
+        module.set_level(best)
