@@ -133,6 +133,39 @@ assert results("cpu") == results("toychip")
     run(code, site)
 
 
+def test_the_same_kernels_are_right_from_host_memory_over_the_c_runtime_alone(site):
+    code = f"""
+import pathlib
+import torch
+from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo
+from deepinfer_hal.card import all_cards
+from deepinfer_hal.host_memory import CRuntime, DeviceWeight, host_memory_kernels
+from deepinfer_hal.ladder import check_op
+
+site = pathlib.Path({str(site)!r})
+names = dict(malloc="toychip_malloc", free="toychip_free", copy_in="toychip_copy_to_device", copy_out="toychip_copy_to_host")
+runtime = CRuntime(site / "toychip" / "libtoychip.so", **names)
+offered = host_memory_kernels(runtime, site / "deepinfer_toychip" / "libdeepinfer_toychip.so", "bare")
+
+class Bare(Backend):
+    name = "bare"
+    def probe(self):
+        return [DeviceInfo(0, "bare")]
+    def device(self, index):
+        return torch.device("cpu")
+    def capabilities(self, index):
+        return Capabilities()
+    def kernels(self, index):
+        return offered
+    def prepare_weight(self, index, role, canonical):
+        return DeviceWeight(runtime, role, canonical)
+
+wrong = [check_op(Bare(), 0, all_cards()[kernel.op], own_kernel=True) for kernel in offered]
+print(len(offered), [one for one in wrong if one])
+"""
+    assert run(code, site).strip() == "18 []"
+
+
 @pytest.mark.parametrize("act_quant", ["none", "fp8_32"])
 def test_the_chip_agrees_with_the_cpu_on_nano_along_its_greedy_tokens(site, act_quant):
     """The rule for two backends: argmax equal where the CPU's top-2 gap exceeds tau, and a mean KL of at most 1e-3.
