@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import lzma
 import math
@@ -199,6 +200,14 @@ def quality(files: Sequence[File], documents: Sequence[corpus.Document], drafts:
     return report | (drafts.report() if drafts.accepted else {})
 
 
+def weights_sha256(folder: Path) -> str:
+    """Of the bytes of all shards in order: which weights a report is about."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def print_report(report: dict) -> None:
     sizes = f"{report['bytes']} bytes, {report['tokens']} tokens"
     print(f"{report['files']} held-out files, {sizes}, {report['seconds']:.0f} s")
@@ -231,7 +240,8 @@ def run(arguments: argparse.Namespace) -> dict:
         task = bar.add_task("tokens", total=total)
         found = measure(runner, files, drafts, lambda tokens: bar.advance(task, tokens))
     report = quality(files, documents, found) | {"seconds": time.monotonic() - started}
-    return {"model": folder.name, "numerics": "default", "threads": torch.get_num_threads(), **report}
+    about = {"model": folder.name, "weights_sha256": weights_sha256(folder), "numerics": "default"}
+    return about | {"threads": torch.get_num_threads(), **report}
 
 
 def main() -> None:
