@@ -6,6 +6,7 @@ returns what JSON can hold. A process that dies is an answer too, and is replace
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.communicator import World
 from deepinfer_hal.conformance.rank_process import HOST, START_SECONDS
+from deepinfer_hal.conformance.verdict import Declined
 from deepinfer_hal.reference_communicator import serve_store
 
 JOB_SECONDS = 60.0
@@ -56,7 +58,11 @@ class Seat:
 
     @classmethod
     def of(cls, backend: Backend, index: int) -> Seat:
+        """Declined if another process cannot make such a backend."""
         kind = type(backend)
+        needed = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        if needed or "<locals>" in kind.__qualname__:
+            raise Declined(f"{kind.__qualname__} cannot be opened in another process: it must be importable, without arguments")
         return cls(f"{kind.__module__}:{kind.__qualname__}", index)
 
 
