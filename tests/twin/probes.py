@@ -36,8 +36,8 @@ VECTOR = (
     "Adds Muls Maxs Mins ShiftLeft ShiftRight LeakyRelu Axpy Duplicate"
 ).split()
 OTHER = (
-    "Cast ReduceSum ReduceMax ReduceMin RepeatSum RepeatMax RepeatMin BlockSum BlockMax BlockMin Brcb Compare Compares Select "
-    "Gather GatherMask Index Interleave DeInterleave"
+    "Cast ReduceSum ReduceMax ReduceMin RepeatSum RepeatMax RepeatMin BlockSum BlockMax BlockMin Brcb Compare Compares "
+    "Select Gather GatherMask Index Interleave DeInterleave"
 ).split()
 ROUND = {"NONE": 0, "RINT": 1, "FLOOR": 2, "CEIL": 3, "ROUND": 4, "TRUNC": 5, "ODD": 6}
 CONTIGUOUS = (1, 1, 1, 8, 8, 8)
@@ -69,16 +69,25 @@ def _run(name, head, x0, x1, y, tail, scalar):
     return out.numpy().view(y.dtype).reshape(y.shape)
 
 
-def vector(op, dtype, x0, x1=EMPTY, y=None, *, count=None, lanes=None, mask=(0, 0), repeats=1, strides=CONTIGUOUS, scalar=0.0):
+def vector(
+    op, dtype, x0, x1=EMPTY, y=None, *, count=None, lanes=None, mask=(0, 0), repeats=1, strides=CONTIGUOUS, scalar=0.0
+):
     """One instruction of the vector unit by count, by `lanes` or by mask bits; gives what y holds afterwards."""
     y = np.zeros_like(x0) if y is None else y
     sliced = lanes is not None or any(mask)
-    head = (VECTOR.index(op), TYPES[dtype][0], -1 if sliced else len(x0) if count is None else count, -1 if lanes is None else lanes)
+    head = (
+        VECTOR.index(op),
+        TYPES[dtype][0],
+        -1 if sliced else len(x0) if count is None else count,
+        -1 if lanes is None else lanes,
+    )
     words = [int(np.uint64(m).view(np.int64)) for m in mask]
     return _run("probe_vector", head, x0, x1, y, (*words, repeats, *strides), scalar)
 
 
-def other(op, to, x0, x1=EMPTY, y=None, *, source=None, mode=0, count=-1, lanes=0, repeats=1, strides=CONTIGUOUS, scalar=0.0):
+def other(
+    op, to, x0, x1=EMPTY, y=None, *, source=None, mode=0, count=-1, lanes=0, repeats=1, strides=CONTIGUOUS, scalar=0.0
+):
     """A cast, reduction, comparison, selection or gather; gives what y holds afterwards."""
     head = (OTHER.index(op), TYPES[to][0], TYPES[source or to][0], mode, count, lanes)
     return _run("probe_other", head, x0, x1, y, (repeats, *strides), scalar)

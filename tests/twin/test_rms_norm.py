@@ -32,4 +32,6 @@ def test_bits_do_not_depend_on_cores_or_seed():
         twin.bind(card)(**args, stream=twin.module().Stream(cores=cores, seed=seed))
         results.append([args[name] for name in ("out", "out_codes", "out_scales")])
     for other in results[1:]:
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(results[0], other, strict=True))
+        assert all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(results[0], other, strict=True)
+        )

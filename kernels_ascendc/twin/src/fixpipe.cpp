@@ -44,7 +44,8 @@ void convert(uint8_t* out, Type to, const uint8_t* in, Type from, int64_t n, con
     return;
   }
   float x[16];
-  lanes().cast(x, F32, in, from, RoundMode::CAST_RINT, (size_t)n);
+  if (from == F32) memcpy(x, in, (size_t)n * 4);
+  else lanes().cast(x, F32, in, from, RoundMode::CAST_RINT, (size_t)n);
   for (int64_t i = 0; i < n; ++i) {
     if (call.quant != F322F16 && call.quant != F322BF16) x[i] = x[i] * scales[i];
     if (call.relu && !(x[i] > 0)) x[i] = 0;
