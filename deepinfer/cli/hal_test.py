@@ -75,7 +75,7 @@ def _print_summary(run: Any) -> None:
     subject = run.subject
     for problem in run.waiver_problems:
         print(f"waivers     {problem}")
-    unserved = sorted({result.op for result in run.results if result.verdict == "unsupported" and not result.symbol})
+    unserved = sorted({result.op for result in run.results if result.verdict == "unsupported" and not result.provider})
     if unserved:
         print(f"no kernel   {', '.join(unserved)}")
     counts = ", ".join(f"{count} {word}" for word, count in run.counts().items()) or "no cases"

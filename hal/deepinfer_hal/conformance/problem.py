@@ -194,11 +194,12 @@ class Problem:
                 placed.args[arg.name] = self.subject.communicator
         return placed
 
-    def call(self, args: Args) -> None:
+    def call(self, args: Args, wait: bool = True) -> None:
         """Runs the kernel on device arguments and waits. Declined if it raises Unsupported, CheckFailed otherwise."""
         try:
             self.kernel.fn(*args.values())
-            self.subject.synchronize()
+            if wait:
+                self.subject.synchronize()
         except Unsupported as error:
             raise Declined(str(error)) from error
         except Exception as error:

@@ -26,7 +26,7 @@ Report = Mapping[str, Any]
 
 def make_report(run: Run) -> dict[str, Any]:
     """The document of a run, sealed."""
-    unserved = sorted({r.op for r in run.results if r.verdict == UNSUPPORTED and not r.symbol and r.op})
+    unserved = sorted({r.op for r in run.results if r.verdict == UNSUPPORTED and not r.provider})
     document = {
         "kind": KIND,
         "schema": SCHEMA,

@@ -133,6 +133,8 @@ def main(arguments: list[str]) -> int:
         return 2
     cases = {}
     for name, card in sorted(all_cards().items()):
+        if card.group == "communication":
+            continue  # its shapes depend on a world of ranks
         cases[name] = [dict(case.params) for case in draw(card, PER_OP, SEED ^ zlib.crc32(name.encode()))]
         print(f"{name}: {len(cases[name])}")
     parts = []

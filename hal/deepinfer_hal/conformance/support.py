@@ -52,8 +52,8 @@ def support_page(folder: str | Path) -> str:
             continue
         column, entries, line = _evidence(document, path.name) if document["kind"] == EVIDENCE else _report(document, path.name)
         sources.append(line)
+        mine = columns.setdefault(column, {})
         for op, entry in entries.items():
-            mine = columns.setdefault(column, {})
             if op not in mine or LEVELS.index(entry[0]) > LEVELS.index(mine[op][0]):
                 mine[op] = entry
     return _HEAD + _table(columns) + _sources(sources)

@@ -34,7 +34,7 @@ from deepinfer_hal.ops.quantise import quantise
 from deepinfer_hal.ops.rms_norm import rms_norm
 from deepinfer_hal.ops.rope import rope
 from deepinfer_hal.ops.write_kv import write_kv
-from deepinfer_hal.row_layout import check_cache
+from deepinfer_hal.row_layout import check_cache, code_bytes
 
 _REFERENCES = SimpleNamespace(
     linear=linear, rms_norm=rms_norm, rope=rope, write_kv=write_kv, sparse_attention=sparse.sparse_attention,
@@ -51,6 +51,8 @@ def attention_decode_layer(
     latent are quantised too. window uint8 [N, row_bytes] gets each row's new key at window_slots before it is attended.
     The remaining arguments are those of sparse_attention. out [T, H].
     """
+    for format in (window_format, compressed_format):  # an unknown one is refused before the window is written
+        code_bytes(format, kv_norm.shape[0])
     n = c.valid_rows(count, x.shape[0])
     quantised, new = x.dtype == torch.uint8, out.new_empty
     heads, width = sink.shape[0], kv_norm.shape[0]

@@ -63,4 +63,4 @@ def applies(problem: Problem) -> bool:
     return rows.is_row_wise(problem.card, problem.pristine) or problem.card.name in CUT_APART
 
 
-CHECK = Check("batch", "Bits of a request depend on no batch size, order or neighbour; one row equals one of k + 1.", run, applies)
+CHECK = Check("batch", "Bits of a request depend on no batch size, order or neighbour; one row is one of k + 1.", run, applies)

@@ -41,7 +41,7 @@ def _assert_neighbours(problem: Problem, row: int, got: Args) -> None:
             others[name][row] = False
     by_row = set(rows.row_args(problem.card, problem.pristine))
     others = {name: mask if name in by_row else torch.zeros_like(mask) for name, mask in others.items()}
-    compare_values(problem, problem.pristine, problem.expected, got, others)
+    compare_values(problem, problem.pristine, problem.base, got, others)
     for name in rows.row_args(problem.card, problem.pristine):
         if name in problem.outputs:
             others = [i for i in range(problem.num_rows) if i != row]

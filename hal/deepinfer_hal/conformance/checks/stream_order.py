@@ -19,7 +19,7 @@ def run(problem: Problem, profile: Profile) -> None:
     problem.subject.synchronize()
     for here, there in pairs:
         here.copy_(there, non_blocking=True)
-    problem.kernel.fn(*placed.args.values())
+    problem.call(placed.args, wait=False)
     results = {name: placed.args[name].clone() for name in problem.outputs}
     for here, _ in pairs:
         here.zero_()

@@ -30,16 +30,18 @@ def strided_args(card) -> frozenset[str]:
 
 
 def run(problem: Problem, profile: Profile) -> None:
-    names = [name for name in strided_args(problem.card) if isinstance(problem.pristine[name], torch.Tensor)]
-    for gaps in ({name: GAP_ELEMENTS for name in names}, {}):
-        ran = problem.run(problem.pristine if gaps else _dense(problem), gaps=gaps)
-        why = "as views of wider rows" if gaps else "as dense rows"
+    for why, got in (
+        ("as views of wider rows", problem.run(gaps=gaps_of(problem)).args), ("as dense rows", problem.run(_dense(problem)).args)
+    ):  # fmt: skip
         for name in problem.outputs:
-            assert_same_bits(ran.args[name], problem.base[name], name, why)
-        damage = ran.placed.damaged(ran.images)
-        if damage:
-            raise CheckFailed(f"{why}: {damage}")
+            assert_same_bits(got[name], problem.base[name], name, why)
     _assert_refused(problem)
+
+
+def gaps_of(problem: Problem) -> dict[str, int]:
+    """Elements to leave between the rows of each argument that may have them."""
+    names = strided_args(problem.card)
+    return {name: GAP_ELEMENTS for name in names if isinstance(problem.pristine[name], torch.Tensor)}
 
 
 def _dense(problem: Problem) -> dict:
@@ -69,4 +71,4 @@ def _assert_refused(problem: Problem) -> None:
             raise CheckFailed(f"{arg.name} with a stride of 2 between its values was not refused")
 
 
-CHECK = Check("views", "Rows of a wider buffer give the same bits, nothing lands in the gaps, other strides are refused.", run)
+CHECK = Check("views", "Rows of a wider buffer give the same bits, and other strides are refused.", run)

@@ -1,0 +1,140 @@
+"""Whole-model cases of the conformance suite (entry point group `deepinfer.hal_cases`): a backend against the references.
+
+The rule of agreement: teacher-forced along stored greedy tokens, argmax is equal wherever the references' top-2 gap
+exceeds tau, enough positions exceed it, and the mean KL divergence is small. tau is stored with the checkpoint; it comes
+from the effect of noise of 2e-7 on the embedding. With rounded activations another order of summation flips codes, so tau
+and the divergence are larger there, and fewer positions are decided.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepinfer_hal.backend import Backend
+from deepinfer_hal.conformance.cases import SystemCase
+from deepinfer_hal.conformance.verdict import CheckFailed, Declined
+
+from deepinfer.config import EngineConfig
+from deepinfer.errors import BackendUnavailable
+from deepinfer.model.state import BLOCK_TOKENS
+from deepinfer.model_path import PACKAGED_MODELS
+from deepinfer.runner.forced import Part, forced_step
+from deepinfer.runner.load import load
+from deepinfer.runner.runner import Runner
+
+MODEL = PACKAGED_MODELS / "nano"
+AGREEMENT = "agreement.json"
+
+LIMITS = {"none": (0.95, 1e-3), "fp8_32": (0.75, 5e-3)}
+"""act_quant -> least share of positions above tau, largest mean KL divergence in nats."""
+
+_CORE_PROMPTS = 3
+_CHUNK = 96
+
+
+def cases(profile: str) -> list[SystemCase]:
+    """Agreement of the packaged checkpoint with the references, over some prompts in core and all in full."""
+    prompts = _CORE_PROMPTS if profile == "core" else None
+    return [
+        *(
+            SystemCase(
+                f"model(name=nano,rule=agreement,act_quant={act_quant})",
+                "A backend chooses the tokens that the references choose wherever the choice is not within noise.",
+                functools.partial(agreement, folder=MODEL, act_quant=act_quant, prompts=prompts),
+            )
+            for act_quant in LIMITS
+        ),
+        SystemCase(
+            "model(name=nano,rule=chunks)",
+            "One prompt gives the same choices whether it is prefilled at once or in chunks.",
+            functools.partial(chunks, folder=MODEL),
+        ),
+    ]
+
+
+def agreement(backend: Backend, index: int, folder: Path, act_quant: str, prompts: int | None = None) -> dict[str, Any]:
+    """The rule of agreement; returns what was found. CheckFailed where it is broken, Declined without a stored tau."""
+    stored = _stored(folder)
+    tau, texts = stored["tau"][act_quant], [p + g for p, g in zip(stored["prompts"], stored["greedy"], strict=True)][:prompts]
+    lengths = [len(greedy) for greedy in stored["greedy"]][:prompts]
+    theirs = _logits(_runner(backend, index, folder, act_quant), texts, lengths)
+    ours = _logits(_reference_runner(folder, _dtype(backend, index), act_quant), texts, lengths)
+    best = ours.topk(2).values
+    sure = best[:, 0] - best[:, 1] > tau
+    share = float(sure.double().mean())
+    wrong = (sure & (ours.argmax(-1) != theirs.argmax(-1))).nonzero().flatten().tolist()
+    expected, got = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+    divergence = float((expected.exp() * (expected - got)).sum(-1).mean())
+    facts = {"positions": len(sure), "above_tau": share, "mean_kl": divergence, "tau": tau, "different": len(wrong)}
+    if wrong:
+        row = wrong[0]
+        raise CheckFailed(
+            f"position {row}: argmax is {int(theirs[row].argmax())}, must be {int(ours[row].argmax())}; the gap "
+            f"{float(best[row, 0] - best[row, 1]):.3g} exceeds tau {tau:.3g}; {len(wrong)} of {len(sure)} positions differ"
+        )
+    least, most = LIMITS[act_quant]
+    if share < least:
+        raise CheckFailed(f"only {share:.1%} of the positions exceed tau {tau:.3g}, {least:.0%} must")
+    if not divergence <= most:
+        raise CheckFailed(f"the mean KL divergence is {divergence:.3g}, at most {most} is allowed")
+    return facts
+
+
+def chunks(backend: Backend, index: int, folder: Path) -> dict[str, Any]:
+    """Argmax after every position of one prompt, at once against in chunks, where the gap exceeds tau."""
+    stored = _stored(folder)
+    text = max(stored["prompts"], key=len)
+    runner = _runner(backend, index, folder, "none")
+    whole, cut = (torch.from_numpy(runner.score(text, chunk)) for chunk in (None, _CHUNK))
+    best = whole.topk(2).values
+    wrong = (best[:, 0] - best[:, 1] > stored["tau"]["none"]) & (whole.argmax(-1) != cut.argmax(-1))
+    if bool(wrong.any()):
+        raise CheckFailed(f"position {int(wrong.nonzero()[0])} chooses another token with chunks of {_CHUNK}")
+    return {"positions": len(text), "bits_equal": bool(torch.equal(whole, cut))}
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    path = folder / AGREEMENT
+    if not path.is_file():
+        raise Declined(f"no checkpoint with {AGREEMENT} ships with this package")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _dtype(backend: Backend, index: int) -> str:
+    """float32 streams where the backend has them, since tau was measured with them."""
+    return "float32" if torch.float32 in backend.capabilities(index).stream_dtypes else "auto"
+
+
+def _config(folder: Path, spec: str, dtype: str, act_quant: str) -> EngineConfig:
+    return EngineConfig.create(
+        model=str(folder), backend=spec, dtype=dtype, act_quant=act_quant, max_model_len=1024, max_num_seqs=2, num_blocks=8
+    )
+
+
+def _runner(backend: Backend, index: int, folder: Path, act_quant: str) -> Runner:
+    try:
+        return Runner(load(_config(folder, f"{backend.name}:{index}", _dtype(backend, index), act_quant)))
+    except BackendUnavailable as error:
+        raise Declined(f"the model is loaded by the backend's name: {error}") from error
+
+
+@functools.cache
+def _reference_runner(folder: Path, dtype: str, act_quant: str) -> Runner:
+    """The references on the host: what every backend is held against."""
+    return Runner(load(_config(folder, "cpu", dtype, act_quant), only_reference=True))
+
+
+def _logits(runner: Runner, texts: list[list[int]], lengths: list[int]) -> torch.Tensor:
+    """float32 [sum of lengths, V] on the host: predictions of the last tokens of each text, one text a step."""
+    found = []
+    for text, length in zip(texts, lengths, strict=True):
+        ids = np.array(text[:-1], np.int32)
+        blocks = np.arange(-(-len(ids) // BLOCK_TOKENS), dtype=np.int32)
+        step = forced_step(runner, [Part(0, blocks, 0, ids)])
+        found.append(step.logits(np.arange(len(ids) - length, len(ids))).cpu().clone())
+    return torch.cat(found)

@@ -1,0 +1,180 @@
+"""The suite's runner: every verdict, crashes and hangs that do not end the run, exit status, replay by id."""
+
+import pytest
+from deepinfer_hal.card import get_card
+from deepinfer_hal.conformance import Plan, run_suite
+from deepinfer_hal.errors import BackendUnavailable, BadCall
+
+from deepinfer.cli.main import main
+
+CHECKS = ("claims", "empty", "values", "discrete", "untouched")
+"""Few checks: these tests are about processes and verdicts."""
+
+THREE_ROWS = "nan_row_flags(S=3,V=33)"
+
+
+def run(opener, op, **settings):
+    settings = {"checks": CHECKS, **settings}
+    return run_suite(Plan(opener=f"suite_backends:{opener}", ops=(op,) if op else (), **settings))
+
+
+@pytest.fixture(autouse=True)
+def openers_are_importable(monkeypatch):
+    """Workers import openers by name: this folder goes on their path, too."""
+    from pathlib import Path
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def verdicts(found):
+    return {result.id: result.verdict for result in found.results}
+
+
+def test_a_right_kernel_passes_every_case_and_the_run_exits_with_0():
+    found = run("open_right", "nan_row_flags")
+    assert set(verdicts(found).values()) == {"pass"}
+    assert len(found.results) >= len(list(get_card("nan_row_flags").enumerate_cases()))
+    assert found.exit_status() == 0
+
+
+def test_a_wrong_kernel_fails_with_the_check_that_saw_it_and_the_run_exits_with_1():
+    found = run("open_wrong", "nan_row_flags")
+    failed = next(result for result in found.results if result.id == THREE_ROWS)
+    assert failed.verdict == "fail" and "flags[" in failed.failures["discrete"]
+    assert found.exit_status() == 1
+
+
+def test_a_backend_that_claims_nothing_exits_with_2():
+    found = run("open_nothing", "nan_row_flags")
+    assert set(verdicts(found).values()) == {"unsupported"}
+    assert all(result.reason == "the backend offers no kernel of this op" for result in found.results)
+    assert found.exit_status() == 2
+
+
+def test_nothing_claimed_is_no_pass_even_when_the_device_itself_is_fine():
+    found = run("open_nothing", None, checks=(), cases=())
+    assert {r.verdict for r in found.results if r.op == "device"} <= {"pass", "unsupported"}
+    assert found.exit_status() == 2
+
+
+def test_a_crash_is_a_verdict_and_the_cases_after_it_run():
+    found = run("open_crashing", "nan_row_flags")
+    crashed = [result for result in found.results if result.verdict == "crash"]
+    assert [result.id for result in crashed] == [THREE_ROWS]
+    assert "SIGSEGV" in crashed[0].failures["claims"], "the check that ran is named"
+    others = [result.verdict for result in found.results if result.id != THREE_ROWS]
+    assert others and set(others) == {"pass"}
+    assert found.exit_status() == 1
+
+
+def test_a_hang_is_stopped_at_its_limit_and_the_cases_after_it_run():
+    found = run("open_hanging", "nan_row_flags", case_seconds=3.0)
+    stopped = [result for result in found.results if result.verdict == "timeout"]
+    assert [result.id for result in stopped] == [THREE_ROWS]
+    assert "time limit" in stopped[0].failures["claims"]
+    assert {result.verdict for result in found.results if result.id != THREE_ROWS} == {"pass"}
+
+
+def test_a_backend_that_dies_while_it_opens_is_named_as_unavailable():
+    with pytest.raises(BackendUnavailable, match="cannot be opened: the process died with SIGSEGV"):
+        run("open_dying", "nan_row_flags")
+
+
+def test_what_a_kernel_prints_cannot_pass_for_a_result():
+    found = run("open_noisy", "nan_row_flags")
+    assert set(verdicts(found).values()) == {"pass"}
+
+
+def test_a_refusal_is_unsupported_with_the_kernels_own_reason():
+    found = run("open_choosy", "stream_collapse", checks=())
+    by_dtype = {result.id: result for result in found.results}
+    refused = [result for id, result in by_dtype.items() if "dtype=f32" in id]
+    assert refused and all(r.verdict == "unsupported" and r.reason == "only bfloat16 rows" for r in refused)
+    assert {result.verdict for id, result in by_dtype.items() if "dtype=bf16" in id} == {"pass"}
+    assert found.exit_status() == 0
+
+
+def test_a_claim_that_is_not_kept_fails():
+    found = run("open_boasting", "stream_collapse")
+    broken = [result for result in found.results if "dtype=f32" in result.id]
+    assert broken and all("supports said Yes" in result.failures["claims"] for result in broken)
+    assert found.exit_status() == 1
+
+
+def test_a_kernel_that_is_the_reference_under_another_name_fails():
+    found = run("open_falling", "nan_row_flags")
+    assert any("that is falling back" in result.failures.get("claims", "") for result in found.results)
+
+
+def test_a_case_replays_alone_by_its_id():
+    found = run("open_crashing", None, cases=(THREE_ROWS,))
+    assert verdicts(found) == {THREE_ROWS: "crash"}
+    assert run("open_right", None, cases=(THREE_ROWS,)).exit_status() == 0
+
+
+def test_an_id_that_is_in_no_list_replays_too():
+    id = "nan_row_flags(S=6,V=77)"
+    assert verdicts(run("open_right", None, cases=(id,))) == {id: "pass"}
+
+
+def test_the_seed_changes_the_data_and_the_same_seed_gives_the_same_result():
+    from deepinfer_hal.conformance import Problem, Subject
+    from deepinfer_hal.kernel import reference_kernel
+
+    card = get_card("nan_row_flags")
+    case = next(case for case in card.enumerate_cases() if case.id == THREE_ROWS)
+    made = [Problem(Subject(card, reference_kernel(card)), case, seed).pristine["logits"] for seed in (1, 1, 2)]
+    assert made[0].nan_to_num().equal(made[1].nan_to_num()) and not made[0].nan_to_num().equal(made[2].nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(ops=("NO_SUCH_OP",)), "no op is named 'NO_SUCH_OP'"),
+        (dict(ops=("nan_row_flag",)), "did you mean nan_row_flags"),
+        (dict(cases=("linear",)), "no case id"),
+        (dict(cases=("liner(T=3)",)), "did you mean linear"),
+        (dict(profile="quick"), "no profile is named 'quick'; there are core, full"),
+        (dict(checks=("speed",)), "no check is named 'speed'"),
+        (dict(opener="nosuch:thing"), "no module:function"),
+        (dict(traces=("nosuch.trace",)), "cannot be read"),
+    ],
+)
+def test_a_plan_that_names_what_does_not_exist_is_refused(settings, message):
+    with pytest.raises(BadCall, match=message):
+        run_suite(Plan(**settings))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--backend", "cpu", "--op", "NO_SUCH_OP"], "no op is named 'NO_SUCH_OP'"),
+        (["--backend", "nosuch"], "no backend is named 'nosuch'"),
+        (["--backend", "cpu", "--case", "rope(T=3"], "no case id"),
+        (["--backend", "cpu", "--waivers", "nosuch.json"], "waiver file nosuch.json cannot be read"),
+    ],
+)
+def test_the_command_line_exits_with_2_and_one_sentence(arguments, sentence, capsys):
+    assert main(["hal", "test", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and len(error.splitlines()) == 1
+
+
+def test_an_op_without_a_kernel_leaves_an_empty_selection_which_exits_with_2(capsys):
+    from deepinfer_hal.card import all_cards
+    from deepinfer_hal.registry import open_backend
+
+    backend, index = open_backend("cpu")
+    served = {kernel.op for kernel in backend.kernels(index)}
+    unserved = sorted(n for n, card in all_cards().items() if n not in served and not card.decomposition)
+    if not unserved:
+        pytest.skip("this backend serves every op")
+    assert main(["hal", "test", "--backend", "cpu", "--op", unserved[0]]) == 2
+    assert "nothing was claimed or run" in capsys.readouterr().out
+
+
+def test_the_command_line_passes_and_replays(capsys):
+    id = "rope(T=3,h=4,D=128,r=64,dtype=bf16,inverse=True,view=True)"
+    assert main(["hal", "test", "--backend", "cpu", "--reference", "--case", id, "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert f"pass        {id} @ reference::rope" in out and "the references themselves were tested" in out
