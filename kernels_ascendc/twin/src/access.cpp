@@ -184,6 +184,10 @@ bool holds(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t
   return all;
 }
 
+void valid_bytes(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t* words) {
+  for (uint64_t i = 0; i < blocks; ++i) words[i] = fresh(memory, memory.writer[first_block + i]) ? memory.valid[first_block + i] : 0;
+}
+
 void move_blocks(Pipe& pipe, Memory& from, uint64_t source, Memory& to, uint64_t target, uint64_t bytes) {
   const uint8_t* data = load_unchecked(pipe, from, source, bytes, "the source");
   memcpy(store(pipe, to, target, bytes, "the destination"), data, bytes);

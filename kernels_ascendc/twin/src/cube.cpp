@@ -141,18 +141,9 @@ void need_written(Pipe& pipe, const Operand& o, bool flat) {
   complain("%s at %s:%d: %s holds values that nothing has written", op_now(pipe), w.file, w.line, o.name);
 }
 
-void lines_to_float(float* out, const uint8_t* bytes, Type type, int64_t n) { lanes().cast(out, F32, bytes, type, RoundMode::CAST_NONE, (size_t)n); }
 void widen(float* out, const uint8_t* bytes, Type type, int64_t n) {
   if (type == F32) memcpy(out, bytes, (size_t)n * 4);
-  else if (type == E4M3) {
-    static float table[256];
-    static const bool filled = [] {
-      for (int i = 0; i < 256; ++i) table[i] = from_e4m3((uint8_t)i);
-      return true;
-    }();
-    (void)filled;
-    for (int64_t i = 0; i < n; ++i) out[i] = table[bytes[i]];
-  } else lines_to_float(out, bytes, type, n);
+  else lanes().cast(out, F32, bytes, type, RoundMode::CAST_NONE, (size_t)n);
 }
 
 // scale (row r, group g of 32 along k): fractals of 16 x 2 bytes, those of one 16-row band side by side.
@@ -160,37 +151,29 @@ float scale_at(const uint8_t* scales, int64_t groups, int64_t r, int64_t g) {
   return from_e8m0(scales[(r / 16 * (groups / 2) + g / 2) * 32 + r % 16 * 2 + g % 2]);
 }
 
-// Rows as floats [rows, k], scaled if there are scales.
-void unpack(std::vector<float>& out, Pipe& pipe, const Operand& o, bool flat, bool mx) {
-  const int k0 = per_row(o.type), line_bytes = 32;
-  const int64_t fractals = ceil_div(o.rows, 16), lines = ceil_div(o.k, k0);
-  const uint8_t* data = o.view.memory->data + o.view.offset;
-  out.resize((size_t)(o.rows * o.k));
-  float line[64];
-  if (flat) {
-    for (int64_t l = 0; l < lines; ++l) {
-      const int64_t n = o.k - l * k0 < k0 ? o.k - l * k0 : k0;
-      widen(out.data() + l * k0, data + l * line_bytes, o.type, n);
-    }
-    return;
+// An operand's lines as floats, in its own layout; lines that nothing multiplies with may hold anything.
+struct Lines {
+  const float* data;
+  int64_t line_rows;
+  int k0;
+};
+Lines lines_of(std::vector<float>& room, Pipe& pipe, const Operand& o, bool flat, bool mx) {
+  const int k0 = per_row(o.type);
+  const int64_t rows = flat ? 1 : ceil_div(o.rows, 16) * 16, lines = ceil_div(o.k, k0);
+  room.resize((size_t)(rows * lines * k0));
+  widen(room.data(), o.view.memory->data + o.view.offset, o.type, rows * lines * k0);
+  if (mx) {
+    Memory& memory = pipe.core->memory[o.view.memory->kind == kL0a ? kL0aMx : kL0bMx];
+    const int64_t groups = o.k / 32;
+    const uint8_t* scales = load(pipe, memory, o.view.offset / 16, (uint64_t)(rows / 16 * (groups / 2)) * 32, "the scales");
+    for (int64_t r = 0; r < o.rows; ++r)
+      for (int64_t g = 0; g < groups; ++g) {
+        const float s = scale_at(scales, groups, r, g);
+        float* group = room.data() + (g * 32 / k0 * rows + r) * k0 + g * 32 % k0;
+        for (int i = 0; i < 32; ++i) group[i] *= s;
+      }
   }
-  for (int64_t l = 0; l < lines; ++l) {
-    const int64_t n = o.k - l * k0 < k0 ? o.k - l * k0 : k0;
-    for (int64_t r = 0; r < o.rows; ++r) {
-      widen(line, data + (l * fractals * 16 + r) * line_bytes, o.type, n);
-      memcpy(out.data() + r * o.k + l * k0, line, (size_t)n * 4);
-    }
-  }
-  if (!mx) return;
-  Memory& memory = pipe.core->memory[o.view.memory->kind == kL0a ? kL0aMx : kL0bMx];
-  const int64_t groups = o.k / 32;
-  const uint8_t* scales = load(pipe, memory, o.view.offset / 16, (uint64_t)(fractals * (groups / 2)) * 32, "the scales");
-  for (int64_t r = 0; r < o.rows; ++r)
-    for (int64_t g = 0; g < groups; ++g) {
-      const float s = scale_at(scales, groups, r, g);
-      float* group = out.data() + r * o.k + g * 32;
-      for (int i = 0; i < 32; ++i) group[i] *= s;
-    }
+  return {room.data(), rows, k0};
 }
 
 void check_types(Op op, Type c, Type a, Type b, Where where) {
@@ -258,15 +241,14 @@ void product(Op op, View c, Type c_type, View a, Type a_type, View b, Type b_typ
   if (c_type == I32) {
     multiply_ints(reinterpret_cast<int32_t*>(result), a.memory->data + a.offset, b.memory->data + b.offset, m, n, k, c_rows);
   } else {
-    static std::vector<float> left_rows, right_rows, panel;
-    unpack(left_rows, pipe, left, flat, mx);
-    unpack(right_rows, pipe, right, false, mx);
+    static std::vector<float> left_room, right_room, panel;
+    const Lines x = lines_of(left_room, pipe, left, flat, mx), y = lines_of(right_room, pipe, right, false, mx);
     panel.resize((size_t)k * 16);
     for (int64_t j = 0; j < bands; ++j) {
+      lanes().transpose_panel(panel.data(), y.data + j * 16 * y.k0, (long)y.line_rows, y.k0, (int)k);
       const int64_t columns = n - j * 16 < 16 ? n - j * 16 : 16;
-      for (int64_t i = 0; i < 16; ++i)
-        for (int64_t l = 0; l < k; ++l) panel[(size_t)(l * 16 + i)] = i < columns ? right_rows[(size_t)((j * 16 + i) * k + l)] : 0.0f;
-      lanes().multiply(reinterpret_cast<float*>(result) + j * c_rows * 16, left_rows.data(), panel.data(), (int)m, 16, (int)k);
+      for (int64_t l = 0; l < k && columns < 16; ++l) memset(panel.data() + l * 16 + columns, 0, (size_t)(16 - columns) * 4);
+      lanes().multiply(reinterpret_cast<float*>(result) + j * c_rows * 16, x.data, (long)x.line_rows, x.k0, panel.data(), (int)m, (int)k);
     }
   }
   if (p.unitFlag == 3) pipe.core->unit_m = release(pipe), pipe.core->unit_m_set = true;

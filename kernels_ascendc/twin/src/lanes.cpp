@@ -157,9 +157,21 @@ template <Type from> inline Wide read(const void* a, size_t i) {
 }
 constexpr bool is_float(Type t) { return t == F32 || t == F16 || t == BF16 || t >= E4M3; }
 
+struct SmallTable {  // every code of an 8-bit format
+  float value[256];
+  explicit SmallTable(float (*f)(uint8_t)) {
+    for (int i = 0; i < 256; ++i) value[i] = f((uint8_t)i);
+  }
+};
+
 template <Type to, Type from> void convert(void* d, const void* a, RoundMode mode, size_t n) {
   if constexpr (from == BF16 && to == F32) {
     for (size_t i = 0; i < n; ++i) static_cast<uint32_t*>(d)[i] = (uint32_t) static_cast<const uint16_t*>(a)[i] << 16;
+    return;
+  }
+  if constexpr (from == E4M3 && to == F32) {
+    static const SmallTable table(from_e4m3);
+    for (size_t i = 0; i < n; ++i) static_cast<float*>(d)[i] = table.value[static_cast<const uint8_t*>(a)[i]];
     return;
   }
   if constexpr (from == F32 && to == BF16) {

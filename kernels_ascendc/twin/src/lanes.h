@@ -21,8 +21,8 @@ struct Lanes {
   ScalarLanes scalar[kScalarOps][TYPES];
   CompareLanes compare[kCompareOps][TYPES];
   void (*cast)(void* d, Type to, const void* a, Type from, RoundMode mode, size_t n);
-  // c [m, n] (+)= a [m, k] b [n, k]^T in float, both as panels: see mmad.cpp.
-  void (*multiply)(float* c, const float* a, const float* b, int m, int n, int k);
+  void (*multiply)(float* c, const float* a, long line_rows, int k0, const float* b, int m, int k);  // see mmad.cpp
+  void (*transpose_panel)(float* b, const float* columns, long line_rows, int k0, int k);
 };
 const Lanes& lanes();
 const char* lanes_level();

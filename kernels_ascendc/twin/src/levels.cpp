@@ -8,7 +8,8 @@ namespace twin {
   namespace level { \
   Lanes make_lanes(); \
   extern const ShadowKernels kShadow; \
-  void multiply(float* c, const float* a, const float* b, int m, int n, int k); \
+  void multiply(float* c, const float* a, long line_rows, int k0, const float* b, int m, int k); \
+  void transpose_panel(float* b, const float* columns, long line_rows, int k0, int k); \
   }
 TWIN_DECLARE(base)
 #if defined(TWIN_X86)
@@ -24,8 +25,10 @@ struct Level {
   const ShadowKernels* shadow;
 };
 
-Level take(const char* name, Lanes lanes, const ShadowKernels& shadow, void (*multiply)(float*, const float*, const float*, int, int, int)) {
+#define TWIN_TAKE(level) take(#level, level::make_lanes(), level::kShadow, level::multiply, level::transpose_panel)
+Level take(const char* name, Lanes lanes, const ShadowKernels& shadow, decltype(Lanes::multiply) multiply, decltype(Lanes::transpose_panel) transpose) {
   lanes.multiply = multiply;
+  lanes.transpose_panel = transpose;
   return {name, lanes, &shadow};
 }
 
@@ -35,11 +38,11 @@ Level best(const char* at_most) {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && (at_most == nullptr || !strcmp(at_most, "avx512"))) return take("avx512", avx512::make_lanes(), avx512::kShadow, avx512::multiply);
-  if (has_avx2 && (at_most == nullptr || strcmp(at_most, "base"))) return take("avx2", avx2::make_lanes(), avx2::kShadow, avx2::multiply);
+  if (has_avx512 && (at_most == nullptr || !strcmp(at_most, "avx512"))) return TWIN_TAKE(avx512);
+  if (has_avx2 && (at_most == nullptr || strcmp(at_most, "base"))) return TWIN_TAKE(avx2);
 #endif
   (void)at_most;
-  return take("base", base::make_lanes(), base::kShadow, base::multiply);
+  return TWIN_TAKE(base);
 }
 
 Level& chosen() {

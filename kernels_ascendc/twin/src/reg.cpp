@@ -52,10 +52,7 @@ Loaded fetch(Pipe& pipe, const void* address, uint64_t bytes, int alignment) {
   Loaded got{load_unchecked(pipe, ub, offset, bytes, "the source"), {}};
   pipe.known.at[pipe.tid] = all;
   if (offset % 32 == 0 && bytes % 32 == 0) {
-    for (uint64_t b = 0; b < bytes / 32; ++b) {
-      const uint64_t word = holds(ub, offset / 32 + b, 1, 0) ? ub.valid[offset / 32 + b] : 0;
-      got.valid[b / 2] |= word << (b % 2 * 32);
-    }
+    valid_bytes(ub, offset / 32, bytes / 32, reinterpret_cast<uint32_t*>(got.valid));
     return got;
   }
   for (uint64_t i = 0; i < bytes; ++i) {
@@ -165,7 +162,8 @@ void put_bytes(Pipe& pipe, const void* address, const uint8_t* data, const uint6
   const uint64_t offset = offset_in_ub(address, alignment, pipe);
   Memory& ub = current->memory[kUb];
   bool all = true;
-  for (int i = 0; i < bytes && all; ++i) all = active[i / 64] >> (i % 64) & 1;
+  for (int i = 0; i < bytes / 64 && all; ++i) all = active[i] == ~0ull;
+  for (int i = bytes / 64 * 64; i < bytes && all; ++i) all = active[i / 64] >> (i % 64) & 1;
   if (all) {
     memcpy(store(pipe, ub, offset, (uint64_t)bytes, "the destination"), data, (size_t)bytes);
     return;
@@ -194,7 +192,14 @@ void reg_store(void* address, const Register& s, Store how, int unit, const Mask
     put_bytes(pipe, address, s.bytes, one, unit, unit);
     return done(pipe, op_StoreAlign, where, (uint32_t)unit, 1);
   }
-  const int keep = how == Store::NORM ? unit : how == Store::PACK ? unit / 2 : unit / 4;  // the low bytes of each element
+  if (how == Store::NORM) {
+    bool good = true;
+    for (int i = 0; i < 4; ++i) good = good && (s.valid[i] & active.bits[i]) == active.bits[i];
+    if (!good) complain_unwritten(pipe);
+    put_bytes(pipe, address, s.bytes, active.bits, 256, 32);
+    return done(pipe, op_StoreAlign, where, 256, 256 / (uint64_t)unit);
+  }
+  const int keep = how == Store::PACK ? unit / 2 : unit / 4;  // the low bytes of each element
   uint8_t data[256];
   uint64_t wanted[4] = {};
   bool good = true;

@@ -191,6 +191,7 @@ void move_blocks(Pipe& pipe, Memory& from, uint64_t source, Memory& to, uint64_t
 // Checks order only; `holds` then says whether the bytes of a block were written.
 const uint8_t* load_unchecked(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what);
 bool holds(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t bytes_of_block);
+void valid_bytes(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t* words);  // a bit for each byte written
 // Forgets what is held in [offset, offset + bytes): reading it before the next write is an error.
 void poison(Memory& memory, uint64_t offset, uint64_t bytes);
 
