@@ -25,12 +25,16 @@ from deepinfer_hal.weights import CanonicalWeight, WeightHandle, canonical_nbyte
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device that a backend found. memory_bytes 0 = unknown; details: driver, toolkit, instruction sets, ..."""
+    """One device that a backend found. memory_bytes 0 = unknown; details: driver, toolkit, instruction sets, ...
+
+    emulated: a model of a device, for tests: "auto" never takes it. It may be opened by name as by index.
+    """
 
     index: int
     name: str
     memory_bytes: int = 0
     details: Mapping[str, str] = field(default_factory=dict)
+    emulated: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from deepinfer_hal.errors import BackendUnavailable, DeepInferError
 
 GROUP = "deepinfer.backends"
 
-_IN_TREE = {"cpu": "deepinfer_cpu.backend:CpuBackend"}
+_IN_TREE = {"ascend": "deepinfer_ascend.backend:AscendBackend", "cpu": "deepinfer_cpu.backend:CpuBackend"}
 """Backends of this source tree, found also when the tree is used without being installed."""
 
 
@@ -85,22 +85,28 @@ def list_backends() -> list[Found]:
 
 
 def open_backend(spec: str) -> tuple[Backend, int]:
-    """Backend and device index of "auto", "name" or "name:index".
+    """Backend and device index of "auto", "name", "name:index" or "name:device" with a device's own name.
 
-    "auto" takes the first backend in `backend_names()` that probes at least one device. Raises BackendUnavailable.
+    "auto" takes the first backend in `backend_names()` that probes a device which is not emulated. Raises
+    BackendUnavailable.
     """
     if spec == "auto":
         reasons = []
         for found in list_backends():
-            if found.backend is not None and found.devices:
-                return found.backend, found.devices[0].index
+            real = [device for device in found.devices if not device.emulated]
+            if found.backend is not None and real:
+                return found.backend, real[0].index
             reasons.append(f"{found.name}: {found.error or 'no device'}")
         raise BackendUnavailable("no backend has a usable device (" + "; ".join(reasons) + ")")
     name, colon, suffix = spec.partition(":")
-    if colon and not (suffix.isascii() and suffix.isdecimal()):
-        raise BackendUnavailable(f"device index {suffix!r} in {spec!r} is no number; write for example {name}:0")
+    numbered = suffix.isascii() and suffix.isdecimal()
     backend = load_backend(name)
     devices = probe_backend(backend)
+    if colon and not numbered:
+        named = [device.index for device in devices if device.name == suffix]
+        if not suffix or not named:
+            raise BackendUnavailable(f"device index {suffix!r} in {spec!r} is no number; write for example {name}:0")
+        return backend, named[0]
     index = int(suffix) if suffix else (devices[0].index if devices else 0)
     if index not in [device.index for device in devices]:
         raise BackendUnavailable(f"backend {name!r} has no device {index}; it has {[d.index for d in devices] or 'none'}")

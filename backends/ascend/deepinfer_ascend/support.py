@@ -1,0 +1,13 @@
+"""Calls that an AscendC kernel does not serve though its op has one, with the reason."""
+
+from __future__ import annotations
+
+from deepinfer_hal.kernel import CallSpec, No, Yes
+
+
+def answer(call: CallSpec) -> Yes | No:
+    """Yes, unless what is known of the call names something that no kernel here handles."""
+    for name, value in call.statics.items():
+        if value == "f64":
+            return No(f"{name} is float64, which the vector unit does not have")
+    return Yes()
