@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,3 +290,9 @@ def test_the_kernels_that_the_wrong_ones_are_made_from_pass(op):
     card = get_card(op)
     (result,) = run_op(card, Kernel(op, "example", fn, f"reference::{op}+nothing", "yes"), CORE, cases=[case])
     assert result.verdict == "pass", result.failures
+
+
+def test_the_page_lists_every_check_with_its_reason():
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
+    rows = [f"| {check.name} | {check.why} |" for check in CHECKS.values()]
+    assert "\n".join(rows) in page
