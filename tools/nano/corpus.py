@@ -205,13 +205,15 @@ def load_manifest(path: Path = MANIFEST) -> dict:
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
-def load_split(split: str, stdlib: Path, sites: list[Path], wheels: Path | None = None) -> list[Document]:
-    """The documents of one split ("train", "calibration", "heldout"), every sha256 checked.
+def load_split(split: str, stdlib: Path, sites: list[Path], wheels: Path | None = None,
+               sources: set[str] | None = None) -> list[Document]:
+    """The documents of one split ("train", "calibration", "heldout"), of some sources or all, every sha256 checked.
 
     Raises CorpusError naming the package whose files are missing or differ.
     """
     manifest = load_manifest()
-    wanted = [row for row in manifest["files"] if row["split"] == split]
+    wanted = [row for row in manifest["files"]
+              if row["split"] == split and (sources is None or row["source"] in sources)]
     cache: dict[str, dict[str, bytes]] = {}
     documents = []
     for row in wanted:

@@ -56,6 +56,22 @@ def save_split(path: Path, arrays: dict[str, np.ndarray]) -> None:
     path.write_bytes(lzma.compress(buffer.getvalue(), preset=1))
 
 
+def prepare_small(out: Path, most_bytes: int = 1_500_000) -> None:
+    """A little of the running standard library, whatever its version: enough to see that training runs."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents, size = [], 0
+    for path in sorted(root.glob("*.py")):
+        data = path.read_bytes()
+        if corpus.is_prose_like(data) and size < most_bytes:
+            documents.append(corpus.Document(corpus.STDLIB, path.name, data))
+            size += len(data)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = nano_tokenizer.train(d.data.decode("utf-8") for d in documents)
+    nano_tokenizer.save(tokenizer, out)
+    for split, part in (("train", documents[4:]), ("calibration", documents[:2]), ("heldout", documents[2:4])):
+        save_split(out / f"{split}.npz.xz", encode_documents(tokenizer, part))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -74,8 +90,9 @@ def main() -> None:
         arrays = encode_documents(tokenizer, documents)
         save_split(args.out / f"{split}.npz.xz", arrays)
         text_bytes, tokens = int(arrays["bytes"].sum()), arrays["ids"].size
-        print(f"{split}: {len(documents)} files, {text_bytes} bytes, {tokens} tokens, {text_bytes / tokens:.3f} bytes each, "
-              f"{(args.out / f'{split}.npz.xz').stat().st_size} bytes on disk, {time.time() - started:.0f} s")
+        size = (args.out / f"{split}.npz.xz").stat().st_size
+        print(f"{split}: {len(documents)} files, {text_bytes} bytes, {tokens} tokens, {text_bytes / tokens:.3f} bytes "
+              f"each, {size} bytes on disk, {time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":
