@@ -32,7 +32,9 @@ struct Where {
   const char* file;
   int32_t line;
 };
-#define TWIN_HERE ::twin::Where where = ::twin::Where{__builtin_FILE(), __builtin_LINE()}
+// As default arguments of a function: directly inside of a default argument's braces GCC gives the place of the declaration.
+constexpr Where here(const char* file = __builtin_FILE(), int32_t line = __builtin_LINE()) { return {file, line}; }
+#define TWIN_HERE ::twin::Where where = ::twin::here()
 
 struct alignas(32) Clocks {
   uint32_t at[kTids];
