@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepinfer.bench.ceilings import Ceilings
+from deepinfer_hal.ceilings import Ceilings
 
 
 @dataclass

@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from deepinfer.bench.ceilings import Ceilings, measure_ceilings, spread
+from deepinfer_hal.ceilings import Ceilings, measure_ceilings, spread
+
 from deepinfer.bench.floor import FloorTracer, OpTotal, step_floor_seconds
 from deepinfer.bench.memory import describe_memory, peak_rss_bytes
 from deepinfer.bench.workload import prompt_ids, sampling_params

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from deepinfer_hal.card import OpCard, all_cards
+from deepinfer_hal.ceilings import spread
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.registry import open_backend
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
-from deepinfer.bench.ceilings import spread
 from deepinfer.config import EngineConfig
 from deepinfer.engine.build import assemble
 from deepinfer.engine.loop import EngineCore

@@ -196,8 +196,23 @@ def _compare_stored(problem: Problem, name: str, stored: Any) -> None:
 
 def _compare_codes(problem: Problem, name: str, scales: str, expected: Args, got: Args, mask: torch.Tensor) -> None:
     whole = mask.any(-1)
+    _follow_values(name, scales, got, whole)
     pairs = ((expected[name], expected[scales]), (got[name], got[scales]))
     compare_coded(problem, name, "fp8_32", *pairs, whole, problem.card.tolerance(expected, name))
+
+
+def _follow_values(name: str, scales: str, got: Args, whole: torch.Tensor) -> None:
+    """Codes that come beside the rounded values they are made from are exactly theirs, whichever way those rounded."""
+    values = got.get("out") if name == "out_codes" else None
+    if values is None or not bool(whole.any()):
+        return
+    want = formats.dequantise(*formats.quantise(values[whole], "fp8_32"), "fp8_32")
+    have = formats.dequantise(got[name][whole], got[scales][whole], "fp8_32")
+    wrong = (want != have) & ~(want.isnan() & have.isnan())
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        at = f"{name}[{int(whole.nonzero()[row, 0])}, {column}]"
+        raise CheckFailed(f"{at} decodes to {have[row, column]}, must be {want[row, column]}, which `out` is quantised to")
 
 
 def compare_coded(
