@@ -56,6 +56,10 @@ _TO_LINALG = (
 )
 
 
+TIME_LIMIT_S = 20
+"""A kernel that the compiler cannot lower in this time counts as not lowered."""
+
+
 class LoweringFailed(Exception):
     """A step of the lowering failed; the message is the tool's own."""
 
@@ -90,7 +94,7 @@ def triton_ir(made: Launch) -> str:
 
 def linalg_ir(ttir: Path, out: Path) -> None:
     """Triton IR file to linalg file. LoweringFailed with the adapter's message."""
-    done = subprocess.run([str(_ADAPTER), str(ttir), *_TO_LINALG, "-o", str(out)], capture_output=True, text=True, check=False)
+    done = _run("linalg", [str(_ADAPTER), str(ttir), *_TO_LINALG, "-o", str(out)])
     if done.returncode or not out.exists():
         raise LoweringFailed(f"linalg: {_first_line(done.stderr)}")
 
@@ -101,7 +105,7 @@ def hivm_ir(linalg: Path, soc: str, folder: Path) -> str:
         str(_COMPILER), str(linalg), f"--target={soc}", "--enable-hfusion-compile=true", "--enable-hivm-compile=true",
         "--enable-triton-kernel-compile=true", f"--save-temps={folder}", "-o", str(folder / "kernel"),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = _run("HIVM", command)
     said = done.stdout + done.stderr
     errors = [
         line for line in said.splitlines()
@@ -113,6 +117,13 @@ def hivm_ir(linalg: Path, soc: str, folder: Path) -> str:
     return module.read_text()
 
 
+def _run(step: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise LoweringFailed(f"{step}: not done after {TIME_LIMIT_S} s") from error
+
+
 def _first_line(text: str) -> str:
     """The line that tells most: the first with `error` or `overflow`, without paths."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
@@ -121,18 +132,21 @@ def _first_line(text: str) -> str:
 
 
 def describe(hivm: str) -> dict[str, Any]:
-    """What the HIVM module holds: vector functions, matrix products, flags and barriers."""
-    count = lambda pattern: len(re.findall(pattern, hivm))  # noqa: E731
+    """What the HIVM module holds: vector functions, tile products on the cube, flags and barriers."""
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, hivm))
+
     return {
         "bytes": len(hivm),
-        "vector_functions": count(r"vector_function"),
-        "matrix_products": count(r"hivm\.hir\.(?:mmadL1|mmad|batchMmadL1)\b|hir\.mmad"),
-        "flags": count(r"set_flag|sync_block_set"),
-        "barriers": count(r"pipe_barrier"),
+        "vector_functions": count(r"func\.func \S*_vf_\d+"),
+        "cube_products": count(r"call @mma_tile\w*"),
+        "flags": count(r"hivm\.hir\.(?:set_flag|sync_block_set)"),
+        "barriers": count(r"hivm\.hir\.pipe_barrier"),
     }
 
 
-def lower(made: Launch, soc: str) -> dict[str, Any]:
+def lower(made: Launch, soc: str, product: bool) -> dict[str, Any]:
     """One report row; `objections` is empty when the kernel was lowered."""
     start = time.perf_counter()
     row = {"kernel": made.name, "soc": soc, "constants": dict(made.constants)}
@@ -143,7 +157,7 @@ def lower(made: Launch, soc: str) -> dict[str, Any]:
             ttir.write_text(triton_ir(made))
             linalg_ir(ttir, linalg)
             row |= describe(hivm_ir(linalg, soc, folder))
-            row["objections"] = []
+            row["objections"] = ["the matrix product is not on the cube"] if product and not row["cube_products"] else []
         except LoweringFailed as failed:
             row["objections"] = [str(failed)]
     return {**row, "seconds": round(time.perf_counter() - start, 2)}
@@ -162,7 +176,7 @@ def main(arguments: list[str]) -> None:
             if key not in seen:
                 seen.add(key)
                 for soc in socs:
-                    row = {"problem": problem.name, "product": problem.product, **lower(made, soc)}
+                    row = {"problem": problem.name, "product": problem.product, **lower(made, soc, problem.product)}
                     print(json.dumps(row), flush=True)
 
 

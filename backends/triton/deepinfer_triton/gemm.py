@@ -31,8 +31,8 @@ def load_activation_tile(
         group = k_start // 32 + tl.arange(0, DEPTH // 32)
         at = x_scale + t[:, None].to(tl.int64) * (K // 32) + group[None, :]
         scale = tl.load(at, mask=valid[:, None] & (group < K // 32)[None, :], other=127)
-        values = decode_e4m3(loaded.to(tl.int32))
-        return scale_groups(values, decode_ue8m0(scale.to(tl.int32)), TOKENS, DEPTH, 32)
+        values = decode_e4m3(loaded)
+        return scale_groups(values, decode_ue8m0(scale), TOKENS, DEPTH, 32)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def multiply_scaled(
     at = x_scale + t[:, None].to(tl.int64) * (K // 32) + group[None, :]
     x_codes = tl.load(at, mask=valid[:, None] & (group < K // 32)[None, :], other=127)
     w = load_code_tile(values, n, k_start, N, K, DEPTH, FORMAT)
-    w_codes = load_scale_tile(scales, n, k_start, N, K, DEPTH, FORMAT).to(tl.uint8)
+    w_codes = load_scale_tile(scales, n, k_start, N, K, DEPTH, FORMAT)
     rhs = tl.trans(codes.to(tl.float8e4nv, bitcast=True))
     if FORMAT == "fp4_row32":
         return tl.dot_scaled(w, w_codes, "e2m1", rhs, x_codes, "e4m3", acc)

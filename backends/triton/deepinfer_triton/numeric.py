@@ -1,7 +1,7 @@
 """Codes and scales on bits, for kernels: the device half of `deepinfer_hal.formats`, and the only place with this arithmetic.
 
-Everything is integer arithmetic and exact float32 products, so a target needs no FP8 type. Codes and scales are int32
-here; the caller stores them as bytes. No float32 subnormal is made on the way, but for the value of ue8m0 code 0.
+Everything is integer arithmetic and exact float32 products, so a target needs no FP8 type. Codes are read as
+uint8 and made as int32, which the caller stores as bytes. No float32 subnormal is made on the way, but for the value of ue8m0 code 0.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.backends import backends
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -17,6 +18,9 @@ ROUND_MAGIC = tl.constexpr(8388608.0)
 """2^23: adding and taking it away rounds a float32 in 0..2^22 to an integer, ties to even."""
 
 INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+NATIVE_FP8 = tl.constexpr(not INTERPRETING.value and "nvidia" in backends and "ascend" not in backends)
+"""Whether codes are decoded by the chip's own e4m3 conversion, which is exact and needs far fewer registers."""
+
 
 
 @triton.jit
@@ -55,26 +59,36 @@ def valid_rows(count, rows):
 
 @triton.jit
 def decode_e4m3(code):
-    """int32 codes 0..255 to float32; 0x7F and 0xFF are NaN."""
-    magnitude = code & 0x7F
-    normal = as_float((magnitude << 20) + (120 << 23))
-    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-    bits = as_bits(value) | ((code & 0x80) << 24)
-    return as_float(tl.where(magnitude == 0x7F, NAN_BITS, bits))
+    """uint8 codes to float32; 0x7F and 0xFF are NaN."""
+    if NATIVE_FP8:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        code = code.to(tl.int32)
+        magnitude = code & 0x7F
+        normal = as_float((magnitude << 20) + (120 << 23))
+        value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+        bits = as_bits(value) | ((code & 0x80) << 24)
+        return as_float(tl.where(magnitude == 0x7F, NAN_BITS, bits))
 
 
 @triton.jit
 def decode_e2m1(code):
-    """int32 codes 0..15 to float32."""
-    magnitude = code & 7
-    normal = as_float((magnitude << 22) + (126 << 23))
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-    return as_float(as_bits(value) | ((code & 8) << 28))
+    """uint8 codes 0..15 to float32."""
+    if NATIVE_FP8:
+        # magnitude << 2 is the e4m3 code of 2^-6 times the value
+        return (((code & 7) << 2) | ((code & 8) << 4)).to(tl.float8e4nv, bitcast=True).to(tl.float32) * 64.0
+    else:
+        code = code.to(tl.int32)
+        magnitude = code & 7
+        normal = as_float((magnitude << 22) + (126 << 23))
+        value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+        return as_float(as_bits(value) | ((code & 8) << 28))
 
 
 @triton.jit
 def decode_ue8m0(code):
-    """int32 codes 0..255 to the float32 2^(code - 127); 255 is NaN."""
+    """uint8 codes to the float32 2^(code - 127); 255 is NaN."""
+    code = code.to(tl.int32)
     return as_float(tl.where(code == 255, NAN_BITS, tl.where(code == 0, 0x00400000, code << 23)))
 
 
@@ -89,7 +103,7 @@ def decode_scale(code, FORMAT: tl.constexpr):
 
 @triton.jit
 def unpack(packed, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """int32 bytes [ROWS, WIDTH / 2] to e2m1 codes [ROWS, WIDTH]; the even column is the low nibble."""
+    """uint8 bytes [ROWS, WIDTH / 2] to e2m1 codes [ROWS, WIDTH]; the even column is the low nibble."""
     return tl.reshape(tl.join(packed & 15, packed >> 4), (ROWS, WIDTH))
 
 
@@ -162,7 +176,7 @@ def quantise_groups(x, FORMAT: tl.constexpr):
             largest = as_float(tl.where(amax_bits < 0x7F800000, tl.maximum(amax_bits, 0x3C400000), 0x3F800000))
             code = encode_e4m3_magnitude(tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)))
             scale = tl.where(amax_bits < 0x7F800000, code, 0x7F)
-            divisor = tl.broadcast_to(decode_e4m3(code)[:, None], magnitude.shape)
+            divisor = tl.broadcast_to(decode_e4m3(code.to(tl.uint8))[:, None], magnitude.shape)
             scaled = tl.div_rn(magnitude, divisor)
         codes = encode_e2m1_magnitude(scaled) | (sign << 3)
     return codes, scale

@@ -77,16 +77,16 @@ def load_row_tile(
             column = tl.arange(0, TILE)
             inside = valid[:, None] & (column < D)[None, :]
             codes = tl.load(cache + codes_at[:, None] + column[None, :], mask=inside, other=0)
-            values = decode_e4m3(codes.to(tl.int32))
+            values = decode_e4m3(codes)
         else:
             column = tl.arange(0, TILE // 2)
             inside = valid[:, None] & (column < D // 2)[None, :]
             packed = tl.load(cache + codes_at[:, None] + column[None, :], mask=inside, other=0)
-            values = decode_e2m1(unpack(packed.to(tl.int32), ROWS, TILE))
+            values = decode_e2m1(unpack(packed, ROWS, TILE))
         group = tl.arange(0, TILE // SHARED)
         inside = valid[:, None] & (group < D // SHARED)[None, :]
         scales = tl.load(cache + scales_at[:, None] + group[None, :], mask=inside, other=1)
-        values = scale_groups(values, decode_scale(scales.to(tl.int32), FORMAT), ROWS, TILE, SHARED)
+        values = scale_groups(values, decode_scale(scales, FORMAT), ROWS, TILE, SHARED)
     return values
 
 

@@ -25,13 +25,13 @@ class Target:
     gemm_warps: int = 4
     attention_warps: int = 8
     index_columns: int = 128
-    head_group: int = 64
+    head_group: int = 32
 
 
-INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256)
-SM90 = Target("sm90", "bf16", depth=64)
-SM100 = Target("sm100", "scaled")
-ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, index_columns=64, head_group=32)
+INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256, head_group=64)
+SM90 = Target("sm90", "bf16", depth=64, keys=32, head_group=16)
+SM100 = Target("sm100", "scaled", keys=32)
+ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, index_columns=64)
 
 TARGETS = {target.name: target for target in (INTERPRETER, SM90, SM100, ASCEND950)}
 

@@ -42,12 +42,12 @@ def weight_arguments(kept: CanonicalWeight) -> dict[str, Any]:
 def load_scale_tile(
     scales, n, k_start, N: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """int32 ue8m0 codes [rows, DEPTH / 32] of rows n from column k_start on; 127 (a factor of one) outside."""
+    """uint8 ue8m0 codes [rows, DEPTH / 32] of rows n from column k_start on; 127 (a factor of one) outside."""
     GROUPS: tl.constexpr = (K + 31) // 32
     group = k_start // 32 + tl.arange(0, DEPTH // 32)
     row = n // 32 if FORMAT == "fp8_block32" else n
     inside = (n < N)[:, None] & (group < GROUPS)[None, :]
-    return tl.load(scales + row[:, None].to(tl.int64) * GROUPS + group[None, :], mask=inside, other=127).to(tl.int32)
+    return tl.load(scales + row[:, None].to(tl.int64) * GROUPS + group[None, :], mask=inside, other=127)
 
 
 @triton.jit
@@ -74,8 +74,8 @@ def load_weight_tile(
         return codes.to(tl.float32)
     else:
         if FORMAT == "fp4_row32":
-            decoded = decode_e2m1(unpack(codes.to(tl.int32), ROWS, DEPTH))
+            decoded = decode_e2m1(unpack(codes, ROWS, DEPTH))
         else:
-            decoded = decode_e4m3(codes.to(tl.int32))
+            decoded = decode_e4m3(codes)
         scale = decode_ue8m0(load_scale_tile(scales, n, k_start, N, K, DEPTH, FORMAT))
         return scale_groups(decoded, scale, ROWS, DEPTH, 32)

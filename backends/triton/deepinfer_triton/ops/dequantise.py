@@ -26,12 +26,12 @@ def dequantise_kernel(
             group = start // GROUP + tl.arange(0, TILE // GROUP)[None, :]
             scale = tl.load(scales + row * (N // GROUP) + group, mask=group < N // GROUP, other=0)
             if FORMAT == "fp8_32":
-                values = decode_e4m3(tl.load(codes + row * N + column, mask=column < N, other=0).to(tl.int32))
+                values = decode_e4m3(tl.load(codes + row * N + column, mask=column < N, other=0))
             else:
                 byte = start // 2 + tl.arange(0, TILE // 2)[None, :]
-                packed = tl.load(codes + row * (N // 2) + byte, mask=byte < N // 2, other=0).to(tl.int32)
+                packed = tl.load(codes + row * (N // 2) + byte, mask=byte < N // 2, other=0)
                 values = decode_e2m1(unpack(packed, 1, TILE))
-            values = scale_groups(values, decode_scale(scale.to(tl.int32), FORMAT), 1, TILE, GROUP)
+            values = scale_groups(values, decode_scale(scale, FORMAT), 1, TILE, GROUP)
             tl.store(out + row * out_stride + column, narrow(values, out.dtype.element_ty), mask=column < N)
 
 

@@ -12,10 +12,13 @@ from deepinfer_triton.targets import Target
 
 
 @triton.jit
-def rotate(pairs, cos, sin):
-    """float32 pairs [N, 2] turned by the angles of cos, sin [N]."""
+def rotate(pairs, cos, sin, INVERSE: tl.constexpr):
+    """float32 pairs [N, 2] turned by the angles of cos, sin [N], or by the negative angles."""
     even, odd = tl.split(pairs)
-    return tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    if INVERSE:
+        return tl.join(even * cos + odd * sin, odd * cos - even * sin)
+    else:
+        return tl.join(even * cos - odd * sin, even * sin + odd * cos)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -31,12 +34,10 @@ def rope_kernel(
             angles = table + position.to(tl.int64) * R + pair
             cos = tl.load(angles, mask=pair < R // 2, other=0.0)
             sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
-            if INVERSE:
-                sin = -sin
             column = tl.arange(0, TILE)
             at = x + t.to(tl.int64) * token_stride + h.to(tl.int64) * head_stride + first + column
             values = tl.load(at, mask=column < R, other=0.0).to(tl.float32)
-            turned = rotate(tl.reshape(values, (TILE // 2, 2)), cos, sin)
+            turned = rotate(tl.reshape(values, (TILE // 2, 2)), cos, sin, INVERSE)
             tl.store(at, narrow(tl.reshape(turned, (TILE,)), x.dtype.element_ty), mask=column < R)
 
 

@@ -32,8 +32,8 @@ def load_query(q, q_scale, t, HEADS: tl.constexpr, HP: tl.constexpr, D: tl.const
         group = tl.arange(0, TILE // 32)[None, :]
         at = q_scale + (t * HEADS + head) * (D // 32) + group
         scale = tl.load(at, mask=(head < HEADS) & (group < D // 32), other=127)
-        values = decode_e2m1(unpack(packed.to(tl.int32), HP, TILE))
-        return scale_groups(values, decode_ue8m0(scale.to(tl.int32)), HP, TILE, 32)
+        values = decode_e2m1(unpack(packed, HP, TILE))
+        return scale_groups(values, decode_ue8m0(scale), HP, TILE, 32)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "candidate_stride", "table_stride"])
@@ -62,12 +62,12 @@ def score_index_kernel(
             keys = load_row_tile(cache, codes_at, scales_at, there, COLUMNS, D, TILE, FORMAT)
             query = load_query(q, q_scale, t, HEADS, HP, D, TILE)
             if WIDE:
-                products = tl.dot(query, tl.trans(keys), input_precision="ieee")
+                products = tl.dot(keys, tl.trans(query), input_precision="ieee")
             else:
-                products = tl.dot(query.to(tl.bfloat16), tl.trans(keys.to(tl.bfloat16)))
+                products = tl.dot(keys.to(tl.bfloat16), tl.trans(query.to(tl.bfloat16)))
             head = tl.arange(0, HP)
             weight = tl.load(weights + t * weights_stride + head, mask=head < HEADS, other=0.0).to(tl.float32)
-            total = tl.sum(tl.where(products > 0, products, 0.0) * weight[:, None], axis=0)
+            total = tl.sum(tl.where(products > 0, products, 0.0) * weight[None, :], axis=1)
             tl.store(scores + t * width + column, tl.where(there, total, float("-inf")), mask=column < width)
 
 

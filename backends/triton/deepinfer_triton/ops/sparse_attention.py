@@ -1,5 +1,6 @@
 """sparse_attention: one program per row and group of heads walks that row's own key list, left to right.
 
+Products are made transposed, K q^T and K^T p^T, so that the keys fill the matrix unit's long side for any number of heads.
 Keys are the window rows, then the selected rows; a step gathers `target.keys` of them, wherever they lie, decodes them to
 values that BF16 holds exactly, and uses them as key and value. Probabilities are split into two BF16 numbers, so their
 product with the values keeps FP32's precision. The list is never split between programs: how long other rows' lists are
@@ -30,6 +31,28 @@ def selected_count(rows, t, stride, K: tl.constexpr, KP: tl.constexpr):
         return tl.min(tl.where(row < 0, place, KP), axis=0)
 
 
+@triton.jit
+def attend(query, values, there, scale, peak, total, acc, WIDE: tl.constexpr):
+    """One piece of keys joins a running softmax: peak, total [HP], acc [TILE, HP]; values [KEYS, TILE], query [HP, TILE]."""
+    if WIDE:
+        score = tl.dot(values, tl.trans(query.to(tl.float32)), input_precision="ieee") * scale
+    else:
+        kv = values.to(tl.bfloat16)
+        score = tl.dot(kv, tl.trans(query)) * scale
+    score = tl.where(there[:, None], score, float("-inf"))
+    highest = tl.maximum(peak, tl.max(score, axis=0))
+    kept = tl.exp(peak - highest)
+    weight = tl.exp(score - highest[None, :])
+    acc = acc * kept[None, :]
+    if WIDE:
+        acc = tl.dot(tl.trans(values), weight, acc, input_precision="ieee")
+    else:
+        coarse = weight.to(tl.bfloat16)
+        acc = tl.dot(tl.trans(kv), coarse, acc)
+        acc = tl.dot(tl.trans(kv), (weight - coarse.to(tl.float32)).to(tl.bfloat16), acc)
+    return highest, total * kept + tl.sum(weight, axis=0), acc
+
+
 @triton.jit(do_not_specialize=["count_rows", "table_stride"])
 def sparse_attention_kernel(
     q, q_token, q_head, window, window_stride, window_base, window_origin, window_modulo, compressed, block_bytes,
@@ -52,52 +75,36 @@ def sparse_attention_kernel(
         base, modulo = tl.load(window_base + request), tl.load(window_modulo + request)
         first = tl.maximum(tl.maximum(position - WINDOW_TOKENS + 1, 0), origin)
         window_count = tl.maximum(position - first + 1, 0)
-        length = window_count + selected_count(rows, t, rows_stride, K, KP)
+        selected = selected_count(rows, t, rows_stride, K, KP)
         peak = tl.full([HP], float("-inf"), tl.float32)
         total = tl.zeros([HP], tl.float32)
-        acc = tl.zeros([HP, TILE], tl.float32)
-        for start in range(0, length, KEYS):
+        acc = tl.zeros([TILE, HP], tl.float32)
+        for start in range(0, window_count, KEYS):
             key = start + tl.arange(0, KEYS)
-            in_window = key < window_count
             slot = base + (first - origin + key) % modulo
             codes_at, scales_at = row_offsets(
                 slot, window_stride, W_BLOCK_ROWS, W_CODE_PITCH, W_SCALE_BASE, W_SCALE_PITCH
             )
-            values = load_row_tile(window, codes_at, scales_at, in_window, KEYS, D, TILE, WINDOW_FORMAT)
-            if rows is not None:
-                chosen = (key >= window_count) & (key < length)
-                row = tl.load(rows + t * rows_stride + key - window_count, mask=chosen, other=0)
+            there = key < window_count
+            values = load_row_tile(window, codes_at, scales_at, there, KEYS, D, TILE, WINDOW_FORMAT)
+            peak, total, acc = attend(query, values, there, scale, peak, total, acc, WIDE)
+        if rows is not None:
+            for start in range(0, selected, KEYS):
+                key = start + tl.arange(0, KEYS)
+                there = key < selected
+                row = tl.load(rows + t * rows_stride + key, mask=there, other=0)
                 at = block_table + request.to(tl.int64) * table_stride + row // BLOCK_ROWS
-                block = tl.load(at, mask=chosen, other=0).to(tl.int64)
-                codes_at, scales_at = row_offsets(
-                    block * BLOCK_ROWS + row % BLOCK_ROWS, block_bytes, BLOCK_ROWS, CODE_PITCH, SCALE_BASE, SCALE_PITCH
-                )
-                values += load_row_tile(compressed, codes_at, scales_at, chosen, KEYS, D, TILE, FORMAT)
-            if WIDE:
-                score = tl.dot(query.to(tl.float32), tl.trans(values), input_precision="ieee") * scale
-            else:
-                kv = values.to(tl.bfloat16)
-                score = tl.dot(query, tl.trans(kv)) * scale
-            score = tl.where((key < length)[None, :], score, float("-inf"))
-            highest = tl.maximum(peak, tl.max(score, axis=1))
-            kept = tl.exp(peak - highest)
-            weight = tl.exp(score - highest[:, None])
-            total = total * kept + tl.sum(weight, axis=1)
-            acc = acc * kept[:, None]
-            if WIDE:
-                acc = tl.dot(weight, values, acc, input_precision="ieee")
-            else:
-                coarse = weight.to(tl.bfloat16)
-                acc = tl.dot(coarse, kv, acc)
-                acc = tl.dot((weight - coarse.to(tl.float32)).to(tl.bfloat16), kv, acc)
-            peak = highest
+                slot = tl.load(at, mask=there, other=0).to(tl.int64) * BLOCK_ROWS + row % BLOCK_ROWS
+                codes_at, scales_at = row_offsets(slot, block_bytes, BLOCK_ROWS, CODE_PITCH, SCALE_BASE, SCALE_PITCH)
+                values = load_row_tile(compressed, codes_at, scales_at, there, KEYS, D, TILE, FORMAT)
+                peak, total, acc = attend(query, values, there, scale, peak, total, acc, WIDE)
         bias = tl.load(sink + head, mask=head < HEADS, other=0.0)
         highest = tl.maximum(peak, bias)
-        kept = tl.where(length > 0, tl.exp(peak - highest), 0.0)
+        kept = tl.where(window_count + selected > 0, tl.exp(peak - highest), 0.0)
         total = total * kept + tl.exp(bias - highest)
-        result = acc * (kept / total)[:, None]
-        at = out + (t * HEADS + head[:, None]) * D + column[None, :]
-        tl.store(at, narrow(result, out.dtype.element_ty), mask=inside)
+        result = acc * (kept / total)[None, :]
+        at = out + (t * HEADS + head[None, :]) * D + column[:, None]
+        tl.store(at, narrow(result, out.dtype.element_ty), mask=(head < HEADS)[None, :] & (column < D)[:, None])
 
 
 def sparse_attention(

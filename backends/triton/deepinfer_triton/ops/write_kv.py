@@ -7,7 +7,6 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
-from deepinfer_triton.ops.rope import rotate
 from deepinfer_triton.rows import FORMATS, geometry, row_offsets, store_row, tile_width
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
@@ -32,16 +31,19 @@ def write_kv_kernel(
             if latent is not None:
                 kept = narrow(normed.to(tl.float32), latent.dtype.element_ty)
                 tl.store(latent + t.to(tl.int64) * D + column, kept, mask=inside)
-            pairs = tl.reshape(normed.to(tl.float32), (TILE // 2, 2))
-            pair = tl.arange(0, TILE // 2) - (D - R) // 2
-            turns = (pair >= 0) & (pair < R // 2)
+            # The other half of each pair is normed again: a second read costs less than moving values between lanes.
+            other = column ^ 1
+            partner = tl.load(x + t.to(tl.int64) * x_stride + other, mask=inside, other=0.0).to(tl.float32)
+            partner = tl.load(norm_weight + other, mask=inside, other=0.0).to(tl.float32) * partner * factor
+            partner = narrow(partner, x.dtype.element_ty).to(tl.float32)
             position = tl.load(positions + t).to(tl.int64)
-            turns = turns & (position >= 0)
-            angles = table + position * R + pair
+            turns = inside & (column >= D - R) & (position >= 0)
+            angles = table + position * R + (column - (D - R)) // 2
             cos = tl.load(angles, mask=turns, other=1.0)
             sin = tl.load(angles + R // 2, mask=turns, other=0.0)
-            turned = tl.where(turns[:, None], rotate(pairs, cos, sin), pairs)  # the other dims keep NaN and infinity
-            row = narrow(tl.reshape(turned, (TILE,)), x.dtype.element_ty).to(tl.float32)
+            value = normed.to(tl.float32)
+            turned = value * cos + partner * tl.where(column % 2 == 0, 0.0 - sin, sin)
+            row = narrow(tl.where(turns, turned, value), x.dtype.element_ty).to(tl.float32)
             codes_at, scales_at = row_offsets(slot, block_bytes, BLOCK_ROWS, CODE_PITCH, SCALE_BASE, SCALE_PITCH)
             store_row(cache, codes_at, scales_at, row, D, TILE, FORMAT)
 

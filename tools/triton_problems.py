@@ -1,0 +1,173 @@
+"""The calls whose kernels are assembled and lowered: every Triton kernel at V4.1-Flash's own shapes.
+
+A call is made on meta tensors inside `launch.recording`, so the kernel, its argument types and its constants are those
+that the same call would start on a device. Token counts are small on purpose: no tile depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepinfer_hal import row_layout
+from deepinfer_hal.weights import CanonicalWeight, WeightHandle, scale_shape
+from deepinfer_triton.launch import Launch, recording
+from deepinfer_triton.provider import triton_kernels
+from deepinfer_triton.targets import Target
+
+H, STREAMS, HEADS, D, ROPE, EXPERTS, TOP_K, INTER = 5120, 4, 64, 512, 64, 384, 6, 2304
+INDEX_HEADS, INDEX_D, SELECTED, WINDOW, VOCAB = 32, 128, 512, 128, 129280
+T, R = 64, 16
+
+BF16, F32, U8, I32 = torch.bfloat16, torch.float32, torch.uint8, torch.int32
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A named call of an op; `quantised_product`: both operands of its matrix product carry scales."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    quantised_product: bool = False
+    product: bool = False
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def handle(format: str, *shape: int) -> WeightHandle:
+    """A weight without storage, in a checkpoint format."""
+    if format in ("bf16", "f32"):
+        return WeightHandle("problem", CanonicalWeight(format, meta(*shape, dtype=BF16 if format == "bf16" else F32)))
+    *lead, last = shape
+    values = meta(*lead, last // 2 if format == "fp4_row32" else last, dtype=U8)
+    return WeightHandle("problem", CanonicalWeight(format, values, meta(*scale_shape(format, shape), dtype=U8)))
+
+
+def _gemm(name: str, n: int, k: int, weight: str, out: torch.dtype = BF16, coded: bool = True) -> Problem:
+    x, x_scale = (meta(T, k, dtype=U8), meta(T, k // 32, dtype=U8)) if coded else (meta(T, k), None)
+    scale = meta(T, n // 32, dtype=U8) if out == U8 else None
+    args = (x, x_scale, handle(weight, n, k), meta(1, dtype=I32), meta(T, n, dtype=out), scale)
+    return Problem(f"linear {name}", "linear", args, coded and weight != "bf16", True)
+
+
+def _grouped(name: str, n: int, k: int) -> Problem:
+    x, x_scale = meta(T * TOP_K, k, dtype=U8), meta(T * TOP_K, k // 32, dtype=U8)
+    offsets, out = meta(EXPERTS + 1, dtype=I32), meta(T * TOP_K, n)
+    args = (x, x_scale, handle("fp4_row32", EXPERTS, n, k), offsets, out, None)
+    return Problem(f"grouped_gemm {name}", "grouped_gemm", args, True, True)
+
+
+def _cache(format: str, width: int, block_rows: int) -> torch.Tensor:
+    return meta(1024, row_layout.block_bytes(format, width, block_rows), dtype=U8)
+
+
+def _attention(name: str, compressed: str | None) -> Problem:
+    ints = [meta(R, dtype=I32) for _ in range(3)]
+    paged = (None, None, "fp4_16", 64, None)
+    if compressed:
+        paged = (_cache(compressed, D, 64), meta(R, 2048, dtype=I32), compressed, 64, meta(T, SELECTED, dtype=I32))
+    args = (
+        meta(T, HEADS, D), _cache("fp8_32", D, 0), *ints, "fp8_32", *paged,
+        meta(T, dtype=I32), meta(T, dtype=I32), meta(HEADS, dtype=F32), D**-0.5, WINDOW, meta(1, dtype=I32), meta(T, HEADS, D),
+    )  # fmt: skip
+    return Problem(f"sparse_attention {name}", "sparse_attention", args, product=True)
+
+
+def _index(name: str, candidates: int | None) -> Problem:
+    q, q_scale = meta(T, INDEX_HEADS, INDEX_D // 2, dtype=U8), meta(T, INDEX_HEADS, INDEX_D // 32, dtype=U8)
+    width = 8 * candidates if candidates else 65536
+    args = (
+        q, q_scale, meta(T, INDEX_HEADS), _cache("mxfp4_32", INDEX_D, 64), meta(R, 2048, dtype=I32), meta(T, dtype=I32),
+        meta(T, dtype=I32), meta(T, candidates, dtype=I32) if candidates else None, 8, "mxfp4_32", 64, meta(1, dtype=I32),
+        meta(T, width, dtype=F32),
+    )  # fmt: skip
+    return Problem(f"score_index {name}", "score_index", args, product=True)
+
+
+def _residual() -> Iterator[Problem]:
+    count, streams = meta(1, dtype=I32), meta(T, STREAMS, H)
+    mixes = (2 + STREAMS) * STREAMS
+    pre, comb = meta(T, STREAMS, dtype=F32), meta(T, STREAMS, STREAMS, dtype=F32)
+    yield Problem("rms_norm", "rms_norm", (meta(T, H), meta(H), 1e-20, count, meta(T, H), None, None))
+    coded = (meta(T, H, dtype=U8), meta(T, H // 32, dtype=U8))
+    yield Problem("rms_norm quantised", "rms_norm", (meta(T, H), meta(H), 1e-20, count, meta(T, H), *coded))
+    table = meta(4096, ROPE, dtype=F32)
+    yield Problem("rope", "rope", (meta(T, dtype=I32), table, False, count, meta(T, HEADS, D)))
+    yield Problem("rope inverse", "rope", (meta(T, dtype=I32), table, True, count, meta(T, HEADS, D)))
+    yield Problem("quantise fp8_32", "quantise", (meta(T, HEADS * D), "fp8_32", count, meta(T, HEADS * D, dtype=U8),
+                                                  meta(T, HEADS * D // 32, dtype=U8), meta(T, dtype=U8)))  # fmt: skip
+    rows = T * INDEX_HEADS
+    packed = (meta(rows, INDEX_D // 2, dtype=U8), meta(rows, INDEX_D // 32, dtype=U8))
+    yield Problem("quantise mxfp4_32", "quantise", (meta(rows, INDEX_D), "mxfp4_32", None, *packed, None))
+    yield Problem("dequantise fp8_32", "dequantise", (*coded, "fp8_32", count, meta(T, H)))
+    pre_args = (streams, meta(mixes, STREAMS * H, dtype=F32), meta(mixes, dtype=F32), meta(3, dtype=F32), pre, 1e-20, 1e-6)
+    yield Problem("hyper_connection_pre", "hyper_connection_pre", (*pre_args, 20, count, meta(T, H), pre, pre, comb))
+    yield Problem("hyper_connection_post", "hyper_connection_post", (meta(T, H), pre, comb, count, streams))
+    yield Problem("stream_collapse", "stream_collapse", (streams, pre, count, meta(T, H)))
+
+
+def _moe() -> Iterator[Problem]:
+    count, ids = meta(1, dtype=I32), meta(T, TOP_K, dtype=I32)
+    pairs, weights = T * TOP_K, meta(T, TOP_K, dtype=F32)
+    logits = (meta(T, EXPERTS, dtype=F32), meta(EXPERTS, dtype=F32))
+    yield Problem("route_topk", "route_topk", (*logits, TOP_K, 1.5, None, count, ids, weights, meta(EXPERTS, dtype=I32)))
+    lists = (meta(EXPERTS + 1, dtype=I32), meta(pairs, dtype=I32), meta(T, TOP_K, dtype=I32))
+    x = (meta(T, H, dtype=U8), meta(T, H // 32, dtype=U8))
+    out = (meta(pairs, H, dtype=U8), meta(pairs, H // 32, dtype=U8))
+    yield Problem("permute", "permute", (*x, ids, EXPERTS, count, *out, *lists))
+    mid = (meta(pairs, INTER, dtype=U8), meta(pairs, INTER // 32, dtype=U8))
+    weighed = (meta(pairs, dtype=F32), meta(pairs, dtype=I32))
+    yield Problem("swiglu_quantise", "swiglu_quantise", (meta(pairs, 2 * INTER), *weighed, 10.0, count, *mid))
+    yield Problem("unpermute", "unpermute", (meta(pairs, H), lists[2], meta(T, H), count, meta(T, H)))
+
+
+def _cache_writes() -> Iterator[Problem]:
+    count, slots, positions = meta(1, dtype=I32), meta(T, dtype=I32), meta(T, dtype=I32)
+    table = meta(4096, ROPE, dtype=F32)
+    for format, width, block_rows in (("fp8_32", D, 0), ("fp4_16", D, 64), ("mxfp4_32", INDEX_D, 64)):
+        x, cache = meta(T, width), _cache(format, width, block_rows)
+        latent = meta(T, width) if format == "fp4_16" else None
+        tail = (slots, format, block_rows, count, cache)
+        yield Problem(f"write_kv {format}", "write_kv", (x, meta(width), 1e-20, positions, table, *tail, latent))
+        yield Problem(f"load_kv {format}", "load_kv", (cache, slots, format, block_rows, meta(T, width)))
+        op = {"fp8_32": "store_window_kv", "fp4_16": "store_compressed_kv"}.get(format, "store_index_k")
+        args = (x, slots, format, count, cache) if block_rows == 0 else (x, *tail)
+        yield Problem(op, op, args)
+    args = (meta(T, D), meta(D), 1e-20, positions, table, slots, "fp8_32", count, _cache("fp8_32", D, 0))
+    yield Problem("store_draft_kv", "store_draft_kv", args)
+
+
+def problems() -> list[Problem]:
+    """Every kernel at least once, at V4.1's shapes and formats."""
+    embed = (meta(T, dtype=I32), handle("bf16", VOCAB, H), meta(1, dtype=I32), meta(T, STREAMS, H))
+    return [
+        Problem("embedding_gather", "embedding_gather", embed),
+        *_residual(),
+        *_moe(),
+        *_cache_writes(),
+        _gemm("wq_a", 1280, H, "fp8_block32"),
+        _gemm("wq_b", HEADS * D, 1280, "fp8_block32"),
+        _gemm("wo_b", H, 8192, "fp8_block32"),
+        _gemm("shared gate_up", 2 * INTER, H, "fp8_block32", U8),
+        _gemm("router", EXPERTS, H, "bf16", F32, coded=False),
+        _grouped("gate_up", 2 * INTER, H),
+        _grouped("down", H, INTER),
+        _index("whole prefix", None),
+        _index("candidates", 2048),
+        _attention("window", None),
+        _attention("window + fp4_16", "fp4_16"),
+    ]
+
+
+def launches(problem: Problem, target: Target, fn: Callable[..., None] | None = None) -> list[Launch]:
+    """The kernels that the problem's call starts on `target`, without starting them."""
+    if fn is None:
+        fn = next(kernel for kernel in triton_kernels(target) if kernel.op == problem.op).fn
+    with recording() as made:
+        fn(*problem.args)
+    return made
