@@ -6,10 +6,20 @@ import functools
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from deepinfer_hal.card import OpCard, all_cards
 from deepinfer_hal.errors import BackendError, BadCall
 
+# An instruction of a trace, or a wait: then what was waited for is the source's pipe at the source's clock. Cores are
+# numbered 3 for each cube core: itself, then its two vector cores.
+TRACE_ROW = np.dtype(
+    [(name, "u2") for name in ("core", "pipe", "op", "source_core", "source_pipe", "launch")]
+    + [(name, "u4") for name in ("clock", "source_clock", "line", "bytes")]
+    + [("work", "u8")],
+    align=True,
+)
+PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
 _KINDS = {"in": "t", "out": "t", "inout": "t", "weight": "w", "int": "i", "bool": "i", "float": "d", "str": "s"}
 
 
@@ -49,3 +59,11 @@ def bind(card: OpCard) -> Any:
     if twin is None:
         raise BadCall(f"{card.name} cannot run on the twin: {unavailable_reason()}")
     return twin.bind(card.name, "".join(_KINDS[arg.kind] for arg in card.signature), list(card.arg_names))
+
+
+def take_trace(stream: Any) -> tuple[np.ndarray, list[str], list[str]]:
+    """What a `Stream(trace=True)` recorded since the last call: rows of TRACE_ROW in issue order, the names of the
+    instructions that `op` numbers, and the kernels that `launch` numbers. `work` counts elements, or multiplications of
+    the cube, or rounds of a barrier."""
+    rows, kernels = stream.take_trace()
+    return np.frombuffer(rows, dtype=TRACE_ROW), module().ops(), kernels

@@ -254,8 +254,10 @@ void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t bl
   launch.reset(stream, name, body, context);
   running_launch = &launch;
   tracing = stream.trace;
+  if (tracing) stream.traced.push_back(name);
   if (blocks < 0 || (blocks > 0 && blocks > (1 << 20))) complain("%lld blocks cannot be launched", (long long)blocks), blocks = 0;
   const int per_group = cubes == 0 ? 2 : 1;
+  launch.all_at_once = blocks <= (int64_t)stream.groups * per_group;
   for (int g = 0; g < stream.groups; ++g) {
     bool full = false;
     for (Core& core : group_at(g).core)
@@ -300,7 +302,7 @@ void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t bl
 }
 
 Stream* stream_of(void* handle) {
-  static Stream usual{&kSocs[0], kSocs[0].cubes, 1, false, true, {}, {}, 0, 0.0};
+  static Stream usual{&kSocs[0], kSocs[0].cubes, 1, false, true, {}, {}, {}, 0, 0.0};
   return handle == nullptr ? &usual : static_cast<Stream*>(handle);
 }
 

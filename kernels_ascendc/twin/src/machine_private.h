@@ -53,6 +53,7 @@ struct Launch {
   std::vector<std::pair<uint64_t, uint64_t>> told;  // pairs of sites already reported
   std::vector<std::deque<Snapshot>> rounds;         // arrivals of mode 0, by kind, id and core
   uint64_t round_number;
+  bool all_at_once;  // no block has to wait for another one's core
 
   static constexpr size_t foreign_words() { return 36 * kTids; }  // the largest chip
   uint32_t* new_foreign();

@@ -150,7 +150,7 @@ std::unique_ptr<twin::Stream> make_stream(const std::string& soc, int cores, uin
   const twin::Soc* chip = twin::find_soc(soc.c_str());
   if (chip == nullptr) throw py::value_error("no chip is named " + soc);
   if (cores < 0 || cores > chip->cubes) throw py::value_error(soc + " has " + std::to_string(chip->cubes) + " cube cores, " + std::to_string(cores) + " were asked for");
-  return std::unique_ptr<twin::Stream>(new twin::Stream{chip, cores == 0 ? chip->cubes : cores, seed, trace, ordered_atomics, {}, {}, 0, 0.0});
+  return std::unique_ptr<twin::Stream>(new twin::Stream{chip, cores == 0 ? chip->cubes : cores, seed, trace, ordered_atomics, {}, {}, {}, 0, 0.0});
 }
 
 }  // namespace
@@ -166,8 +166,10 @@ PYBIND11_MODULE(_twin, m) {
       .def_readonly("launch_ms", &twin::Stream::launch_ms)
       .def("take_trace", [](twin::Stream& s) {
         py::bytes rows(reinterpret_cast<const char*>(s.rows.data()), s.rows.size() * sizeof(twin::TraceRow));
-        s.rows.clear();
-        return rows;
+        py::list kernels;
+        for (const std::string& name : s.traced) kernels.append(name);
+        s.rows.clear(), s.traced.clear();
+        return py::make_tuple(rows, kernels);
       });
   py::class_<Packed>(m, "Packed");
   py::class_<Kernel>(m, "Kernel").def("__call__", &Kernel::call);

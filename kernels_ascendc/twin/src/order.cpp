@@ -73,8 +73,9 @@ static void learn(Pipe& pipe, const Snapshot& from) {
 
 static void trace_row(const Pipe& pipe, Op op, Where where, uint32_t source, uint32_t clock, uint32_t bytes, uint64_t work) {
   const int group = pipe.core->group->index;
-  running_launch->stream->rows.push_back({(uint16_t)(group * 3 + pipe.core->kind), pipe.id, op, (uint16_t)(group * 3 + (int)(source >> 8)),
-                                          (uint16_t)(source & 255), pipe.now, clock, (uint32_t)where.line, bytes, work});
+  Stream& stream = *running_launch->stream;
+  stream.rows.push_back({(uint16_t)(group * 3 + pipe.core->kind), pipe.id, op, (uint16_t)(group * 3 + (int)(source >> 8)), (uint16_t)(source & 255),
+                         (uint16_t)(stream.traced.size() - 1), pipe.now, clock, (uint32_t)where.line, bytes, work});
 }
 
 void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work) { trace_row(pipe, op, where, 0, 0, bytes, work); }

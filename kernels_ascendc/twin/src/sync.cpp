@@ -28,21 +28,30 @@ bool takes_part(Core* core) {
   return false;
 }
 
+void need_all_at_once(const char* name, Where where) {
+  if (running_launch->all_at_once) return;
+  give_up("%s at %s:%d waits for all blocks, but the launch has more blocks than cores", name, where.file, where.line);
+}
+
 Party party_of(Core& core, int mode, int id, Where where) {
   Group& group = *core.group;
   Core *cube = &group.core[0], *first = &group.core[1], *second = &group.core[2];
   const bool is_cube = core.kind == kCube;
   switch (mode) {
     case 0: {
+      need_all_at_once("CrossCoreSetFlag", where);
       const std::vector<Core*> all = cores_of(is_cube, !is_cube);
       return {all, all, id};
     }
     case 1:
       if (is_cube || !takes_part(first) || !takes_part(second)) break;
       return {{first, second}, {first, second}, id};
-    case 2:
-      if (!takes_part(cube) || !takes_part(first) || !takes_part(second)) break;
-      return is_cube ? Party{{cube}, {first, second}, id} : Party{{first, second}, {cube}, id};
+    case 2: {
+      if (!takes_part(cube) || !takes_part(first)) break;
+      std::vector<Core*> vectors = {first};
+      if (takes_part(second)) vectors.push_back(second);
+      return is_cube ? Party{{cube}, vectors, id} : Party{vectors, {cube}, id};
+    }
     case 4:
       if (!takes_part(cube)) break;
       if (is_cube) return {{cube}, {id >= 16 ? second : first}, id & 15};
@@ -156,6 +165,7 @@ struct AllHere {
 // Every core waits until all have come; what went before on any pipe of any core then lies behind everything after.
 void sync_all(bool vectors_only, int trigger, int wait, Where where) {
   Launch& launch = *running_launch;
+  need_all_at_once("SyncAll", where);
   const bool has_cubes = !cores_of(true, false).empty();
   if (!vectors_only && !has_cubes) give_up("SyncAll<false> at %s:%d in a launch without cube cores never ends", where.file, where.line);
   if (vectors_only && current->kind == kCube) give_up("SyncAll<true> at %s:%d is for vector cores, and this is %s", where.file, where.line, place(*current).c_str());

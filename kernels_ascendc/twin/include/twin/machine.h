@@ -134,7 +134,7 @@ struct Soc {
 
 // One line of a trace: an instruction, or a wait when `op` is op_Wait (then `source` and `source_clock` say for what).
 struct TraceRow {
-  uint16_t core, pipe, op, source_core, source_pipe;
+  uint16_t core, pipe, op, source_core, source_pipe, launch;
   uint32_t clock, source_clock, line, bytes;
   uint64_t work;
 };
@@ -146,6 +146,7 @@ struct Stream {
   bool trace;
   bool ordered_atomics;  // float atomics whose order is left to chance are errors
   std::vector<TraceRow> rows;
+  std::vector<std::string> traced;  // the kernels whose launches the rows number
   std::string report;    // everything the last launches complained of; empty when they were fine
   int problems;
   double launch_ms;
