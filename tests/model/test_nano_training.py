@@ -19,11 +19,12 @@ def tools_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
 
 
+@pytest.mark.timeout(600)
 def test_fifty_steps_on_a_cpu_lower_the_loss_and_leave_a_readable_checkpoint(tmp_path):
     from deepinfer.model.reference import Reference
 
-    command = [sys.executable, TOOLS / "train.py", "--steps", "50", "--device", "cpu", "--tiny-batch", "--stages", "trunk",
-               "--data", tmp_path / "absent", "--out", tmp_path]
+    command = [sys.executable, TOOLS / "train.py", "--steps", "50", "--device", "cpu", "--tiny-batch",
+               "--stages", "trunk", "--data", tmp_path / "absent", "--out", tmp_path]
     subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
