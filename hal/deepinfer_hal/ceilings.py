@@ -29,6 +29,12 @@ class Ceilings:
         """The least time of work that moves so many bytes and does so many FLOPs."""
         return max(nbytes / self.bandwidth, flops / self.flops)
 
+    def best(self, other: Ceilings) -> Ceilings:
+        """The higher of each: what else runs on a machine can only lower a measured ceiling."""
+        gemm = {name: max(value, other.gemm_flops.get(name, 0.0)) for name, value in self.gemm_flops.items()}
+        flops = max(self.flops, other.flops)
+        return Ceilings(max(self.bandwidth, other.bandwidth), self.copy_bytes, flops, gemm)
+
 
 def measure_ceilings(backend: Any, index: int, working_set_bytes: int) -> Ceilings:
     """Copies as many bytes as a step reads (clamped), so that a model which fits a cache is held to the cache's speed."""

@@ -60,7 +60,7 @@ def enumerate_cases():
 def generate(case, seed, device, prepare) -> dict:
     p = {"count": None, "skip": 0, **case.params}
     g = generator(case, seed)
-    anchors = [int(a) for a in p["anchors"].split(",") if a]
+    anchors = [int(a) for a in str(p["anchors"]).split(",") if a]
     anchor = cases.ints(anchors)
     if p["skip"]:
         anchor[p["skip"] - 1 :: p["skip"]] = -1

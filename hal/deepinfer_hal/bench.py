@@ -1,0 +1,337 @@
+"""Times every op at a model's real shapes, beside the least time that this device's measured ceilings allow.
+
+The kernel is the one that the dispatcher chooses for the call, with fallback forbidden: the one that conformance runs. Each row
+is checked against its card's float64 reference before it is timed, and calls go round through buffers that together exceed the
+last-level cache. Bytes and FLOPs are the card's, with weights as the checkpoint stores them. What does not fit the budget is a
+row too, with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepinfer_hal import formats
+from deepinfer_hal.backend import Backend
+from deepinfer_hal.bench_shapes import MODELS, NOT_MEASURED, BenchCase, bench_cases
+from deepinfer_hal.card import all_cards, get_card
+from deepinfer_hal.ceilings import Ceilings, measure_ceilings, spread
+from deepinfer_hal.conformance.compare import compare_discrete, compare_values
+from deepinfer_hal.conformance.plan import offers_of, subjects
+from deepinfer_hal.conformance.problem import Problem, Subject
+from deepinfer_hal.conformance.statics import call_spec
+from deepinfer_hal.conformance.verdict import EXECUTED, FAIL, NOT_RUN, PASS, UNSUPPORTED, CheckFailed, Declined
+from deepinfer_hal.dispatch import Choice, Dispatcher
+from deepinfer_hal.errors import BadCall, Unsupported
+from deepinfer_hal.weights import CanonicalWeight, prepare_canonical
+
+ASSUMED_CACHE_BYTES = 128 << 20
+"""Last-level cache of a device that does not tell."""
+
+_BEYOND_CACHE = 1.5
+_MOST_BUFFERS = 4096
+_SAMPLE_SECONDS = 2e-3
+_LEAST_REPEATS = 3
+_BYTES_PER_ELEMENT, _BYTES_PER_GATHERED = 20, 8
+"""Host memory at the peak of a case: drawn and stored, laid out in float32, expanded to float64 by the reference."""
+
+Listener = Callable[["Row"], None]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """repeats: samples of a row; row_seconds: of a row from drawing to timing; memory_bytes: host memory of a row.
+
+    cache_bytes: what the buffers of a row must exceed together; 0: the device's last-level cache.
+    """
+
+    repeats: int = 9
+    row_seconds: float = 60.0
+    memory_bytes: int = 0
+    cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.row_seconds <= 0:
+            raise BadCall(f"a row needs repeats and seconds, got {self.repeats} and {self.row_seconds}")
+
+
+@dataclass
+class Row:
+    """One op at one shape. verdict: pass (checked and timed), fail, unsupported or not-run, with the reason.
+
+    seconds: median, min and max of a call; share: of the roofline, floor_seconds over the median; bound: which ceiling sets the
+    floor; buffers: sets of arguments that calls go round through; buffer_bytes: of all of them; used: output -> largest error
+    as a share of what the card allows.
+    """
+
+    id: str
+    op: str
+    use: str
+    rows: int
+    verdict: str = NOT_RUN
+    reason: str = ""
+    symbol: str = ""
+    provider: str = ""
+    invariant: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+    flops: int = 0
+    bytes_per_second: float = 0.0
+    flops_per_second: float = 0.0
+    floor_seconds: float = 0.0
+    share: float | None = None
+    bound: str = ""
+    buffers: int = 0
+    buffer_bytes: int = 0
+    used: dict[str, float] = field(default_factory=dict)
+
+
+class _NotRun(Exception):
+    """A row does not fit the budget, and why."""
+
+
+def run_bench(
+    backend: Backend,
+    index: int,
+    *,
+    shapes: str = "v41",
+    experts: int = 8,
+    ops: tuple[str, ...] = (),
+    rows: tuple[int, ...] = (),
+    budget: Budget | None = None,
+    conformance: Mapping[str, Any] | None = None,
+    listen: Listener = lambda row: None,
+) -> dict[str, Any]:
+    """All rows as plain values, with the ceilings of the same run, measured before and after them; `listen` hears each row
+    as it comes, with its share of the ceilings known by then.
+
+    shapes: a name of `bench_shapes.MODELS`; experts: on one rank, at most the model's; ops, rows: only these. conformance: a
+    report of `hal test`, whose kernels must be those of the rows. Raises BadCall for what does not exist.
+    """
+    if shapes not in MODELS:
+        raise BadCall(f"shapes must be {' or '.join(MODELS)}, got {shapes!r}")
+    for op in ops:
+        get_card(op)
+    model = MODELS[shapes]
+    experts = min(experts, model.experts)
+    budget = _resolved(budget or Budget(), backend, index)
+    tested = None if conformance is None else tested_symbols(conformance, backend.name)
+    copied = int(_BEYOND_CACHE * budget.cache_bytes)
+    bench = _Bench(backend, index, budget, measure_ceilings(backend, index, copied))
+    done = []
+    for case in bench_cases(model, experts, rows, ops):
+        row = bench.measure(case)
+        if tested is not None and row.symbol:
+            _compare_symbols(row, tested)
+        done.append(row)
+        listen(row)
+    bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, copied))
+    for row in done:
+        rate(row, bench.ceilings)
+    skipped = [op for op in sorted(all_cards()) if op in NOT_MEASURED and (not ops or op in ops)]
+    done += [Row(op, op, "", 0, reason=NOT_MEASURED[op]) for op in skipped]
+    return {
+        "device": f"{backend.name}:{index}",
+        "threads": torch.get_num_threads(),
+        "shapes": {"name": shapes, "experts_per_rank": experts, **asdict(model)},
+        "budget": asdict(budget),
+        "ceilings": asdict(bench.ceilings),
+        "conformance_symbols_compared": tested is not None,
+        "rows": [asdict(row) for row in done],
+    }
+
+
+def tested_symbols(report: Mapping[str, Any], backend: str) -> dict[str, set[str]]:
+    """op -> kernels that a report of `hal test` ran. BadCall if it is of another backend."""
+    if report["subject"]["backend"] != backend:
+        raise BadCall(f"the report is of backend {report['subject']['backend']!r}, the benchmark of {backend!r}")
+    found: dict[str, set[str]] = {}
+    for result in report["results"]:
+        if result["verdict"] in EXECUTED and result["symbol"]:
+            found.setdefault(result["op"], set()).add(result["symbol"])
+    return found
+
+
+def last_level_cache_bytes(device: torch.device) -> int:
+    """Of the processor, as the system tells it; ASSUMED_CACHE_BYTES for other devices, and where nothing tells."""
+    sizes = [0]
+    if device.type == "cpu":
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+            sizes.append(int(path.read_text(encoding="ascii").strip().removesuffix("K")) << 10)
+    return max(sizes) or ASSUMED_CACHE_BYTES
+
+
+# ------------------------------------------------------------------------------------------------- one row
+
+
+class _Bench:
+    """What all rows share: the dispatcher, the kernels under test, the ceilings and the budget."""
+
+    def __init__(self, backend: Backend, index: int, budget: Budget, ceilings: Ceilings) -> None:
+        self.backend, self.index, self.budget, self.ceilings = backend, index, budget, ceilings
+        self.dispatcher = Dispatcher(backend, index, fallback="forbid")
+        self.offers = offers_of(backend, index, reference=False)
+        self.subjects = subjects(backend, index, reference=False)
+        self.seconds_per_element = _drawing_seconds()
+
+    def measure(self, case: BenchCase) -> Row:
+        """The row of a case; never raises for what a kernel does."""
+        row = Row(case.case.id, case.case.op, case.use, case.rows)
+        try:
+            if not self.offers.get(row.op):
+                raise Unsupported("the backend offers no kernel of this op")
+            self._foresee(case)
+            self._measure(case, row)
+            row.verdict = PASS
+        except _NotRun as reason:
+            row.verdict, row.reason = NOT_RUN, str(reason)
+        except (Unsupported, Declined) as reason:
+            row.verdict, row.reason = UNSUPPORTED, str(reason)
+        except MemoryError:
+            row.verdict, row.reason = NOT_RUN, "memory ran out"
+        except Exception as error:  # a benchmark of many kernels outlives one that cannot be run
+            row.verdict, row.reason = FAIL, str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
+        return row
+
+    def _foresee(self, case: BenchCase) -> None:
+        """_NotRun if drawing and checking the case would take more memory or time than a row has."""
+        nbytes = (case.elements - case.gathered) * _BYTES_PER_ELEMENT + case.gathered * _BYTES_PER_GATHERED
+        if nbytes > self.budget.memory_bytes:
+            allowed = self.budget.memory_bytes / 1e9
+            raise _NotRun(f"drawing and checking it takes about {nbytes / 1e9:.1f} GB of memory, a row has {allowed:.1f} GB")
+        seconds = case.elements * self.seconds_per_element
+        if seconds > self.budget.row_seconds:
+            raise _NotRun(f"drawing it takes about {seconds:.0f} s, a row has {self.budget.row_seconds:.0f} s")
+
+    def _measure(self, case: BenchCase, row: Row) -> None:
+        started = time.perf_counter()
+        args = get_card(row.op).generate(case.case, 0, "cpu", prepare_canonical)
+        subject, call = self._choose(case, args, row)
+        problem = Problem(subject, case.case, pristine=args)
+        check_values(problem)
+        row.used = dict(problem.statistics["used"])
+        cost = problem.card.cost(problem.pristine)
+        row.bytes, row.flops = int(cost.bytes), int(cost.flops)
+        buffers, row.buffer_bytes = self._buffers(problem, case, row.bytes)
+        row.buffers = len(buffers)
+        left = self.budget.row_seconds - (time.perf_counter() - started)
+        row.seconds = spread(self._time(call, buffers, left))
+        rate(row, self.ceilings)
+
+    def _choose(self, case: BenchCase, args: Mapping[str, Any], row: Row) -> tuple[Subject, Callable[..., None]]:
+        """The kernel that the dispatcher chooses for the call; it must be one that conformance has as a subject."""
+        spec = call_spec(get_card(row.op), args)
+        call = self.dispatcher.bind(row.op, case.case.id, **spec.statics)
+        choice: Choice = self.dispatcher.choices[row.op, case.case.id]
+        row.symbol, row.provider, row.invariant = choice.symbol, choice.provider, choice.invariant
+        if (row.op, choice.symbol) not in self.subjects:
+            raise CheckFailed(f"the dispatcher chose {choice.symbol}, which is none of the kernels that conformance runs")
+        return self.subjects[row.op, choice.symbol], call
+
+    def _buffers(self, problem: Problem, case: BenchCase, touched: int) -> tuple[list[tuple[Any, ...]], int]:
+        """Sets of arguments, each in memory of its own, that together exceed the cache where memory allows; and their bytes."""
+        wanted = math.ceil(_BEYOND_CACHE * self.budget.cache_bytes / max(touched, 1))
+        shared = case.gathered > 0
+        each = max(_set_bytes(problem, problem.place().args, shared), 1)
+        count = max(1, min(wanted, _MOST_BUFFERS, self.budget.memory_bytes // (2 * each)))
+        return [_buffer(problem, number, case) for number in range(count)], count * each
+
+    def _time(self, call: Callable[..., None], buffers: list[tuple[Any, ...]], left: float) -> list[float]:
+        """Seconds of a call, one value a sample; a sample is as many calls as take long enough to be told."""
+        clock, turn = self.backend.timer(self.index), itertools.cycle(buffers)
+
+        def sample(calls: int) -> float:
+            start = clock()
+            for _ in range(calls):
+                call(*next(turn))
+            return (clock() - start) / calls
+
+        sample(1)
+        one = sample(1)
+        calls = max(1, min(int(_SAMPLE_SECONDS / max(one, 1e-7)), 1000))
+        repeats = min(self.budget.repeats, int(left / max(one * calls, 1e-9)))
+        if repeats < min(_LEAST_REPEATS, self.budget.repeats):
+            raise _NotRun(f"a call takes {one:.2g} s and {max(left, 0.0):.2g} s of the row's time are left after checking it")
+        return [sample(calls) for _ in range(repeats)]
+
+
+def rate(row: Row, ceilings: Ceilings) -> None:
+    """Fills in what follows from a row's times, bytes and FLOPs; nothing for a row without times."""
+    if not row.seconds:
+        return
+    median = row.seconds["median"]
+    row.bytes_per_second, row.flops_per_second = row.bytes / median, row.flops / median
+    row.floor_seconds = ceilings.seconds(row.bytes, row.flops)
+    row.share = row.floor_seconds / median
+    row.bound = "memory" if row.floor_seconds == ceilings.seconds(row.bytes, 0) else "arithmetic"
+
+
+def check_values(problem: Problem) -> None:
+    """The suite's check of values and discrete outputs, on the case as it is. CheckFailed or Declined."""
+    compare_values(problem, problem.pristine, problem.expected, problem.base)
+    compare_discrete(problem, problem.pristine, problem.expected, problem.base)
+
+
+# ------------------------------------------------------------------------------------------------- helpers
+
+
+def _buffer(problem: Problem, number: int, case: BenchCase) -> tuple[Any, ...]:
+    """One set of arguments; weights are laid out anew, but for tables of which a call reads a few other rows each time."""
+    args = problem.place().args
+    for arg in problem.card.signature:
+        handle = problem.pristine[arg.name]
+        if arg.kind == "weight" and handle is not None and number and not case.gathered:
+            stored = handle.canonical()
+            scales = None if stored.scales is None else stored.scales.clone()
+            copied = CanonicalWeight(stored.format, stored.values.clone(), scales)
+            args[arg.name] = problem.subject.prepare(handle.role, copied)
+    for name, limit in case.vary.items():
+        args[name].add_(number * 7919).remainder_(limit)
+    return tuple(args.values())
+
+
+def _set_bytes(problem: Problem, args: Mapping[str, Any], shared: bool) -> int:
+    """Bytes of a set of arguments; of weights only where each set has its own."""
+    storages = [v.untyped_storage() for v in args.values() if isinstance(v, torch.Tensor)]
+    weights = [args[arg.name] for arg in problem.card.signature if arg.kind == "weight" and args[arg.name] is not None]
+    distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(distinct.values()) + (0 if shared else sum(weight.nbytes for weight in weights))
+
+
+def _drawing_seconds() -> float:
+    """Seconds that an element of a case takes to draw, quantise, lay out and expand again on this host, at its best."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        drawn = torch.randn(512, 1024)
+        formats.dequantise_weight_fp8(*formats.quantise_weight_fp8(drawn))
+        times.append(time.perf_counter() - start)
+    return 2 * min(times) / drawn.numel()
+
+
+def _resolved(budget: Budget, backend: Backend, index: int) -> Budget:
+    """The budget with the machine's own numbers where none are given: half of its memory, its last-level cache."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    on_device = backend.memory_info(index).total_bytes // 2
+    return Budget(
+        budget.repeats,
+        budget.row_seconds,
+        budget.memory_bytes or min(memory, on_device or memory),
+        budget.cache_bytes or last_level_cache_bytes(backend.device(index)),
+    )
+
+
+def _compare_symbols(row: Row, tested: Mapping[str, set[str]]) -> None:
+    """Turns a row whose kernel the conformance report did not run into a failure."""
+    known = tested.get(row.op, set())
+    if row.symbol not in known:
+        ran = ", ".join(sorted(known)) or "no kernel"
+        row.verdict, row.reason = FAIL, f"{row.symbol} was measured, the conformance report ran {ran} for this op"
