@@ -25,7 +25,7 @@ __aicore__ inline int32_t ValidRows(__gm__ int32_t* count, int32_t rows) {
 // float32 to the items of a dense result.
 template <class T>
 __aicore__ inline void Narrow(const AscendC::LocalTensor<T>& to, const AscendC::LocalTensor<float>& from, uint32_t items) {
-  if constexpr (sizeof(T) == 4) AscendC::Adds(to, from, 0.0f, items);
+  if constexpr (sizeof(T) == 4) AscendC::Muls(to, from, 1.0f, items);
   else AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, items);
 }
 
