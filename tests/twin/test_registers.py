@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import probes
@@ -94,14 +96,45 @@ def test_pairs(which, unit):
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 64])
-@pytest.mark.parametrize(("which", "dtype", "merge"), [(40, "f4", 0), (41, "f4", 1), (42, "u2", 0), (43, "u2", 1)])
-def test_masks_of_arithmetic(which, dtype, merge, count):
+@pytest.mark.parametrize(("which", "dtype"), [(40, "f4"), (41, "u2"), (42, "f2")])
+def test_masks_of_arithmetic(which, dtype, count):
     n = 256 // np.dtype(dtype).itemsize
-    a, b, y = (RNG.integers(0, 50, k).astype(dtype) for k in (n, n, 3 * n))
-    got = run(which, a, b, y, count).reshape(3, n)
-    for row, old, full in zip(got, y.reshape(3, n), (a + b, a * 3, np.maximum(a, b)), strict=True):
-        assert np.array_equal(row[:count], full[:count])
-        assert np.array_equal(row[count:], old[count:] if merge else np.zeros_like(old[count:]))
+    a, b, y = (RNG.integers(0, 15, k).astype(dtype) for k in (n, n, 4 * n))
+    got, old = run(which, a, b, y, count).reshape(4, n), y.reshape(4, n)
+    full = (a + b, a * 3, np.maximum(a, b), a * b + old[3])
+    rest = (0 * a, 0 * a, old[2], 0 * a)
+    for row, active, inactive in zip(got, full, rest, strict=True):
+        assert np.array_equal(row[:count], active[:count])
+        assert np.array_equal(row[count:], inactive[count:])
+
+
+@pytest.mark.parametrize(("which", "dtype"), [(40, np.float32), (42, np.float16)])
+def test_products_are_added_unrounded(which, dtype):
+    n = 256 // np.dtype(dtype).itemsize
+    a, b = RNG.standard_normal((2, n)).astype(dtype)
+    c = (-(a.astype(np.float64) * b)).astype(dtype)  # what remains is the product's rounding
+    c[::2] = RNG.standard_normal(n // 2).astype(dtype)
+    y = np.zeros((4, n), dtype)
+    y[3] = c
+    got = run(which, a, b, y.reshape(-1), n).reshape(4, n)[3]
+    exact = [
+        float(Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r))) for p, q, r in zip(a, b, c, strict=True)
+    ]
+    assert np.array_equal(got, np.array(exact, np.float64).astype(dtype))
+
+
+def test_subnormal_values_by_the_published_table():
+    a, b = np.ones((2, 64), np.float32)
+    a[:4] = [1, 1.8611191411098982e-39, -87.3365478515625, -103.2789306640625]
+    b[:4] = [-5.01923249665106e-39, 7.70406850625423e-39, 1.0965174496326337e-38, 2**127]
+    y = run(43, a, b, dtype=np.float32)[:384].reshape(6, 64)
+    assert y[0, 0] == -np.inf and np.isnan(y[0, 1])
+    assert y[1, 0] == np.float32(-1.9923364304124947e38) and y[1, 1] == np.float32(0.24157613515853882)
+    assert (y[2, 2:4] == 0).all()
+    # The table's own exponential is 25 of the smallest steps off the exact one, so the comparison is a loose one.
+    assert abs(y[3, 2] / np.float32(1.1754942107e-38) - 1) < 4e-6 and y[3, 3] == np.float32(1.401298464324817e-45)
+    assert y[4, 2] == 0 and y[4, 3] == np.sqrt(np.float32(2**127))
+    assert y[5, 2] == np.float32(1.0471472598529991e-19) and y[5, 3] == 0
 
 
 def test_casts():

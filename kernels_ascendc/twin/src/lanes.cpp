@@ -26,14 +26,46 @@ template <class T> inline void put(T* p, size_t i, Work<T> x) {
 
 template <class T> using Unsigned = std::make_unsigned_t<std::conditional_t<kIsSmall<T>, uint16_t, std::conditional_t<std::is_same_v<T, float>, uint32_t, T>>>;
 
+template <class T> constexpr float kLeastNormal = std::is_same_v<T, half> ? 6.103515625e-05f : 1.17549435e-38f;
+template <class T> inline float flush(float x) {
+  const float size = __builtin_fabsf(x);
+  return size < kLeastNormal<T> ? x * 0.0f : x;
+}
+
+// a * b + c rounded once, on machines with and without such an instruction: the sum as a double rounded to odd loses
+// nothing that matters to a narrower rounding.
+inline double fused(float a, float b, float c) {
+  const double product = (double)a * (double)b, addend = (double)c, sum = product + addend;
+  const double part = sum - product, error = (product - (sum - part)) + (addend - part);
+  uint64_t u;
+  memcpy(&u, &sum, 8);
+  const bool inexact = error > 0 || error < 0, even = (u & 1) == 0;
+  u += inexact && even ? ((error > 0) == (sum > 0) ? 1 : ~uint64_t(0)) : 0;
+  double odd;
+  memcpy(&odd, &u, 8);
+  return odd;
+}
+template <class T> inline void put_fused(T* p, size_t i, double x) {
+  if constexpr (std::is_same_v<T, float>) {
+    p[i] = (float)x;
+  } else {  // cut to what a float holds, again to odd
+    uint64_t u;
+    memcpy(&u, &x, 8);
+    const uint64_t low = u & 0x1fffffffu;
+    u = u - low + (low != 0 && x == x ? 0x20000000u & ~u : 0);
+    memcpy(&x, &u, 8);
+    put(p, i, (float)x);
+  }
+}
+
 template <BinaryOp op, class W> inline W apply2(W a, W b) {
   if constexpr (std::is_same_v<W, float>) {
     if constexpr (op == kAdd) return a + b;
     else if constexpr (op == kSub) return a - b;
     else if constexpr (op == kMul) return a * b;
-    else if constexpr (op == kDiv) return a / b;
-    else if constexpr (op == kMax) return a > b ? a : b == b ? (a == a ? b : a) : b;
-    else return a < b ? a : b == b ? (a == a ? b : a) : b;
+    else if constexpr (op == kDiv || op == kDivFull) return a / b;
+    else if constexpr (op == kMax) return a > b ? a : a == b ? float_of(bits_of(a) & bits_of(b)) : b == b ? (a == a ? b : a) : b;
+    else return a < b ? a : a == b ? float_of(bits_of(a) | bits_of(b)) : b == b ? (a == a ? b : a) : b;  // -0 lies below +0
   } else {  // integers wrap around
     using U = std::make_unsigned_t<W>;
     if constexpr (op == kAdd) return (W)((U)a + (U)b);
@@ -54,7 +86,12 @@ template <BinaryOp op, class T> void binary(void* d, const void* a, const void* 
     const auto *p = static_cast<const U*>(a), *q = static_cast<const U*>(b);
     for (size_t i = 0; i < n; ++i) o[i] = (U)(op == kAnd ? p[i] & q[i] : op == kOr ? p[i] | q[i] : p[i] ^ q[i]);
   } else if constexpr (op == kMulAddDst) {
-    for (size_t i = 0; i < n; ++i) put(out, i, (Work<T>)(get(x, i) * get(y, i) + get(out, i)));
+    for (size_t i = 0; i < n; ++i) {
+      if constexpr (kIsFloat<T>) put_fused(out, i, fused(get(x, i), get(y, i), get(out, i)));
+      else out[i] = apply2<kAdd>(apply2<kMul>(x[i], y[i]), out[i]);
+    }
+  } else if constexpr (op == kDiv && kIsFloat<T>) {
+    for (size_t i = 0; i < n; ++i) put(out, i, flush<T>(flush<T>(get(x, i)) / flush<T>(get(y, i))));
   } else {
     for (size_t i = 0; i < n; ++i) put(out, i, apply2<op>(get(x, i), get(y, i)));
   }
@@ -76,10 +113,17 @@ template <UnaryOp op, class T> void unary(void* d, const void* a, size_t n) {
       if constexpr (op == kAbs) r = kIsFloat<T> ? (W)__builtin_fabsf((float)v) : (W)(v < 0 ? -v : v);
       else if constexpr (op == kRelu) r = v > 0 ? v : kIsFloat<T> && v != v ? v : W(0);
       else if constexpr (op == kNeg) r = (W)-v;
-      else if constexpr (op == kExp) r = exp_of(v);
-      else if constexpr (op == kLn) r = log_of(v);
-      else if constexpr (op == kReciprocal) r = 1.0f / v;
-      else if constexpr (op == kSqrt) r = __builtin_sqrtf(v);
+      else if constexpr (op == kExp) r = flush<T>(exp_of(v));
+      else if constexpr (op == kLn) r = log_of(flush<T>(v));
+      else if constexpr (op == kReciprocal) r = flush<T>(1.0f / flush<T>(v));
+      else if constexpr (op == kSqrt) r = __builtin_sqrtf(flush<T>(v));
+      else if constexpr (op == kRsqrt) r = 1.0f / __builtin_sqrtf(flush<T>(v));
+      else if constexpr (op == kExpFull) r = exp_of(v);
+      else if constexpr (op == kLnFull) r = log_of(v);
+      else if constexpr (op == kReciprocalFull) r = 1.0f / v;
+      else if constexpr (op == kSqrtFull) r = __builtin_sqrtf(v);
+      else if constexpr (op == kSqrtFast) r = v > 0x1p126f ? 0.0f : __builtin_sqrtf(v);
+      else if constexpr (op == kRsqrtFast) r = v > 0x1p126f ? std::numeric_limits<float>::infinity() : 1.0f / __builtin_sqrtf(v);
       else r = 1.0f / __builtin_sqrtf(v);
       put(out, i, r);
     }
@@ -91,16 +135,17 @@ template <ScalarOp op, class T> void scalar(void* d, const void* a, const void* 
   const auto* x = static_cast<const T*>(a);
   const auto k = get(static_cast<const T*>(s), 0);
   using W = Work<T>;
+  [[maybe_unused]] const bool wide = (uint64_t)k >= 8 * sizeof(T);
   for (size_t i = 0; i < n; ++i) {
     if constexpr (op == kAdds) put(out, i, apply2<kAdd>(get(x, i), k));
     else if constexpr (op == kMuls) put(out, i, apply2<kMul>(get(x, i), k));
     else if constexpr (op == kMaxs) put(out, i, apply2<kMax>(get(x, i), k));
     else if constexpr (op == kMins) put(out, i, apply2<kMin>(get(x, i), k));
-    else if constexpr (op == kAxpy) put(out, i, (W)(get(x, i) * k + get(out, i)));
+    else if constexpr (op == kAxpy) put_fused(out, i, fused(get(x, i), k, get(out, i)));
     else if constexpr (op == kLeakyRelu) put(out, i, get(x, i) >= 0 ? get(x, i) : (W)(get(x, i) * k));
     else if constexpr (op == kDuplicate) out[i] = *static_cast<const T*>(s);
-    else if constexpr (op == kShiftLeft) put(out, i, (W)((Unsigned<T>)get(x, i) << k));
-    else put(out, i, (W)(get(x, i) >> k));  // arithmetic for signed types
+    else if constexpr (op == kShiftLeft) out[i] = wide ? T(0) : (T)((Unsigned<T>)x[i] << k);
+    else out[i] = (T)(x[i] >> (wide ? (T)(8 * sizeof(T) - 1) : k)) & (T)(wide && T(-1) > T(0) ? 0 : -1);  // arithmetic for signed types
   }
 }
 
@@ -241,14 +286,16 @@ template <class T> void fill_type(Lanes& t) {
   k[kLt][c] = compare<kLt, T>, k[kGt][c] = compare<kGt, T>, k[kEq][c] = compare<kEq, T>;
   k[kLe][c] = compare<kLe, T>, k[kGe][c] = compare<kGe, T>, k[kNe][c] = compare<kNe, T>;
   if constexpr (kIsFloat<T>) {
-    b[kDiv][c] = binary<kDiv, T>, b[kMulAddDst][c] = binary<kMulAddDst, T>;
+    b[kDiv][c] = binary<kDiv, T>, b[kDivFull][c] = binary<kDivFull, T>, b[kMulAddDst][c] = binary<kMulAddDst, T>;
     auto& u = t.unary;
     u[kExp][c] = unary<kExp, T>, u[kLn][c] = unary<kLn, T>, u[kReciprocal][c] = unary<kReciprocal, T>, u[kSqrt][c] = unary<kSqrt, T>;
-    u[kRsqrt][c] = unary<kRsqrt, T>;
+    u[kRsqrt][c] = unary<kRsqrt, T>, u[kExpFull][c] = unary<kExpFull, T>, u[kLnFull][c] = unary<kLnFull, T>;
+    u[kReciprocalFull][c] = unary<kReciprocalFull, T>, u[kSqrtFull][c] = unary<kSqrtFull, T>, u[kRsqrtFull][c] = unary<kRsqrtFull, T>;
+    u[kSqrtFast][c] = unary<kSqrtFast, T>, u[kRsqrtFast][c] = unary<kRsqrtFast, T>;
     s[kLeakyRelu][c] = scalar<kLeakyRelu, T>, s[kAxpy][c] = scalar<kAxpy, T>;
   } else {
     s[kShiftLeft][c] = scalar<kShiftLeft, T>, s[kShiftRight][c] = scalar<kShiftRight, T>;
-    b[kDiv][c] = binary<kDiv, T>;
+    b[kDiv][c] = binary<kDiv, T>, b[kMulAddDst][c] = binary<kMulAddDst, T>;
   }
 }
 

@@ -5,8 +5,13 @@
 
 namespace twin {
 
-enum BinaryOp : uint8_t { kAdd, kSub, kMul, kDiv, kMax, kMin, kAnd, kOr, kXor, kMulAddDst, kBinaryOps };
-enum UnaryOp : uint8_t { kExp, kLn, kAbs, kReciprocal, kSqrt, kRsqrt, kRelu, kNeg, kNot, kCopy, kUnaryOps };
+enum BinaryOp : uint8_t { kAdd, kSub, kMul, kDiv, kMax, kMin, kAnd, kOr, kXor, kMulAddDst, kDivFull, kBinaryOps };
+// Division and the elementary functions take and give zero for subnormal values; the Full ones keep those, and the Fast ones
+// do too but end at 2^126.
+enum UnaryOp : uint8_t {
+  kExp, kLn, kAbs, kReciprocal, kSqrt, kRsqrt, kRelu, kNeg, kNot, kCopy, kExpFull, kLnFull, kReciprocalFull, kSqrtFull, kRsqrtFull, kSqrtFast,
+  kRsqrtFast, kUnaryOps
+};
 enum ScalarOp : uint8_t { kAdds, kMuls, kMaxs, kMins, kShiftLeft, kShiftRight, kLeakyRelu, kAxpy, kDuplicate, kScalarOps };
 enum CompareOp : uint8_t { kLt, kGt, kEq, kLe, kGe, kNe, kCompareOps };
 

@@ -139,8 +139,10 @@ void reg_load_pairs(Register& d0, Register& d1, const void* address, int unit, W
   done(pipe, op_LoadAlign, where, 512, 512 / (uint64_t)unit);
 }
 
-void reg_load_unaligned(Register& d, const void* address, Where where) {
+void reg_load_unaligned(Register& d, StreamIn& in, const void* address, uint64_t step, Where where) {
   Pipe& pipe = start(op_LoadUnAlign, where);
+  if (in.next != address) complain("LoadUnAlign at %s:%d starts where neither LoadUnAlignPre nor the load before it left off", where.file, where.line);
+  in.next = step == 0 ? nullptr : static_cast<const uint8_t*>(address) + step;
   const Loaded l = fetch(pipe, address, 256, 1);
   memcpy(d.bytes, l.data, 256);
   memcpy(d.valid, l.valid, sizeof d.valid);
@@ -234,17 +236,42 @@ void reg_store_pairs(void* address, const Register& s0, const Register& s1, int 
   done(pipe, op_StoreAlign, where, 512, 512 / (uint64_t)unit);
 }
 
-void reg_store_bytes(void* address, const Register& s, int bytes, Where where) {
+void reg_store_stream(StreamOut& out, void* address, const Register& s, int bytes, Where where) {
   Pipe& pipe = start(op_StoreUnAlign, where);
-  uint64_t wanted[4] = {};
+  uint8_t data[32 + 256];
   bool good = bytes <= 256;
-  for (int i = 0; i < bytes && i < 256; ++i) {
-    wanted[i / 64] |= uint64_t(1) << (i % 64);
-    good = good && (s.valid[i / 64] >> (i % 64) & 1);
+  for (int i = 0; i < bytes && i < 256; ++i) good = good && (s.valid[i / 64] >> (i % 64) & 1);
+  if (!good) complain_unwritten(pipe), bytes = bytes > 256 ? 256 : bytes;
+  if (out.held > 0 && out.next != address) complain("StoreUnAlign at %s:%d does not go on where the store before it ended", where.file, where.line);
+  memcpy(data, out.bytes, (size_t)out.held);
+  memcpy(data + out.held, s.bytes, (size_t)bytes);
+  const uint8_t* begin_at = static_cast<const uint8_t*>(address) - out.held;
+  const uint64_t offset = offset_in_ub(begin_at, 1, pipe);
+  const int total = out.held + bytes, whole = (int)((offset + (uint64_t)total) / 32 * 32) - (int)offset;
+  out.next = static_cast<const uint8_t*>(address) + bytes;
+  if (whole > 0) {
+    uint64_t wanted[5] = {~0ull, ~0ull, ~0ull, ~0ull, ~0ull};
+    put_bytes(pipe, begin_at, data, wanted, whole, 1);
   }
-  if (!good) complain_unwritten(pipe);
-  put_bytes(pipe, address, s.bytes, wanted, bytes, 1);
+  const int kept = whole > 0 ? whole : 0;
+  out.held = total - kept;
+  memcpy(out.bytes, data + kept, (size_t)out.held);
   done(pipe, op_StoreUnAlign, where, (uint32_t)bytes, (uint64_t)bytes);
+}
+
+void reg_end_stream(StreamOut& out, const void* address, Where where) {
+  Pipe& pipe = start(op_StoreUnAlign, where);
+  if (out.held > 0) {
+    if (out.next != address) complain("StoreUnAlignPost at %s:%d does not go on where the last store ended", where.file, where.line);
+    const uint64_t wanted[1] = {~0ull};
+    put_bytes(pipe, out.next - out.held, out.bytes, wanted, out.held, 1);
+  }
+  out.held = 0;
+  done(pipe, op_StoreUnAlign, where, 32, 32);
+}
+
+StreamOut::~StreamOut() {
+  if (held > 0) complain("an unaligned store keeps %d bytes back; StoreUnAlignPost is missing", held);
 }
 
 void reg_gather(Register& d, Type type, const void* base, Type source, const Register& index, const Mask& mask, Where where) {

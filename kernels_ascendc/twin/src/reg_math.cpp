@@ -56,6 +56,7 @@ Mask mask_of_count(uint32_t count, int unit) {
 }
 
 void reg_binary(Op op, int lane_op, Type type, Register& d, const Register& a, const Register& b, const Mask& mask, bool merge, Where where) {
+  need_type(op, type, Form::REGISTERS, where);
   const BinaryLanes f = lanes().binary[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
   trace(op, where, type);
@@ -71,6 +72,7 @@ void reg_binary(Op op, int lane_op, Type type, Register& d, const Register& a, c
 }
 
 void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, const Mask& mask, bool merge, Where where) {
+  need_type(op, type, Form::REGISTERS, where);
   const UnaryLanes f = lanes().unary[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
   trace(op, where, type);
@@ -80,6 +82,7 @@ void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, co
 }
 
 void reg_scalar(Op op, int lane_op, Type type, Register& d, const Register& a, const void* scalar, const Mask& mask, bool merge, Where where) {
+  need_type(op, type, Form::REGISTERS, where);
   const ScalarLanes f = lanes().scalar[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
   trace(op, where, type);
@@ -102,12 +105,12 @@ void reg_fill(Type type, Register& d, const void* scalar, const Mask& mask, bool
   commit(d, out, valid, spread(mask, kTypeBytes[type]), merge);
 }
 
-void reg_arange(Type type, Register& d, const void* first, Where where) {
+void reg_arange(Type type, Register& d, const void* first, bool down, Where where) {
   trace(op_RegArange, where, type);
   const int n = 256 / kTypeBytes[type];
   int64_t steps[256];
   alignas(64) uint8_t start[256], step[256], out[256];
-  for (int i = 0; i < n; ++i) steps[i] = i;
+  for (int i = 0; i < n; ++i) steps[i] = down ? n - 1 - i : i;
   if (type == I64) memcpy(step, steps, 256);
   else lanes().cast(step, type, steps, I64, RoundMode::CAST_RINT, (size_t)n);
   for (int i = 0; i < 256; i += kTypeBytes[type]) memcpy(start + i, first, kTypeBytes[type]);

@@ -117,6 +117,8 @@ static void run(Op op, const Type* types, View d, const View* sources, int count
   static const char* const kNames[] = {"the first source", "the second source"};
   need_vector_operand(pipe, d, "the destination");
   for (int k = 0; k < count; ++k) need_vector_operand(pipe, sources[k], kNames[k]);
+  if ((asked.count == 0 || (asked.count < 0 && asked.repeats == 0)) && !told_before_here(where))
+    complain("%s at %s:%d: nothing to do; on this chip a count or repeat of 0 is not promised to leave everything alone", kOpNames[op], where.file, where.line);
   Type widest = types[0];
   for (int k = 1; k <= count; ++k)
     if (kTypeBytes[types[k]] > kTypeBytes[widest]) widest = types[k];
@@ -149,6 +151,7 @@ static void run(Op op, const Type* types, View d, const View* sources, int count
 
 void run_binary(Op op, int lane_op, Type type, View d, View a, View b, const Walk& walk, Where where) {
   const BinaryLanes f = lanes().binary[lane_op][type];
+  need_type(op, type, walk.count >= 0 ? Form::COUNT : Form::SLICED, where);
   if (f == nullptr) refuse_type(op, type, where);
   const Type types[] = {type, type, type};
   const View sources[] = {a, b};
@@ -157,6 +160,7 @@ void run_binary(Op op, int lane_op, Type type, View d, View a, View b, const Wal
 
 void run_unary(Op op, int lane_op, Type type, View d, View a, const Walk& walk, Where where) {
   const UnaryLanes f = lanes().unary[lane_op][type];
+  need_type(op, type, walk.count >= 0 ? Form::COUNT : Form::SLICED, where);
   if (f == nullptr) refuse_type(op, type, where);
   const Type types[] = {type, type};
   run(op, types, d, &a, 1, false, walk, where, [f](void* o, const void* x, const void*, size_t n) { f(o, x, n); });
@@ -164,6 +168,7 @@ void run_unary(Op op, int lane_op, Type type, View d, View a, const Walk& walk, 
 
 void run_scalar(Op op, int lane_op, Type type, View d, View a, const void* scalar, const Walk& walk, Where where) {
   const ScalarLanes f = lanes().scalar[lane_op][type];
+  need_type(op, type, walk.count >= 0 ? Form::COUNT : Form::SLICED, where);
   if (f == nullptr) refuse_type(op, type, where);
   const Type types[] = {type, type};
   run(op, types, d, &a, 1, lane_op == kAxpy, walk, where, [f, scalar](void* o, const void* x, const void*, size_t n) { f(o, x, scalar, n); });

@@ -7,6 +7,8 @@ namespace twin {
 
 void need_vector_operand(const Pipe& pipe, const View& v, const char* what);
 void need_no_partial_overlap(const Pipe& pipe, const View& d, uint64_t d_bytes, const View& a, uint64_t a_bytes, const char* what);
+enum class Form { COUNT, SLICED, REGISTERS };
+void need_type(Op op, Type type, Form form, Where where);
 bool told_before_here(Where where);
 uint64_t lane_bytes(Type type, int64_t lanes);
 // The bytes of a block, holding `lanes` lanes from `first_lane` on, whose lanes the mask names.

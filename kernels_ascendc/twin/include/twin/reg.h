@@ -21,14 +21,26 @@ struct Mask {
 enum class Load : uint8_t { NORM, BRC, US, DS, UNPACK, UNPACK4, BLK, E2B };
 enum class Store : uint8_t { NORM, FIRST, PACK, PACK4 };
 
+// What an unaligned store holds back until its 32-byte block is whole, or until the end.
+struct StreamOut {
+  uint8_t bytes[32];
+  int held = 0;
+  const uint8_t* next = nullptr;  // where the stream goes on
+  ~StreamOut();
+};
+struct StreamIn {
+  const void* next = nullptr;
+};
+
 void enter_vector_function(Where where);
 void leave_vector_function();
 void reg_load(Register& d, const void* address, Load how, int unit, Where where);
 void reg_load_pairs(Register& d0, Register& d1, const void* address, int unit, Where where);
-void reg_load_unaligned(Register& d, const void* address, Where where);
+void reg_load_unaligned(Register& d, StreamIn& in, const void* address, uint64_t step, Where where);
 void reg_store(void* address, const Register& s, Store how, int unit, const Mask& mask, Where where);
 void reg_store_pairs(void* address, const Register& s0, const Register& s1, int unit, Where where);
-void reg_store_bytes(void* address, const Register& s, int bytes, Where where);
+void reg_store_stream(StreamOut& out, void* address, const Register& s, int bytes, Where where);
+void reg_end_stream(StreamOut& out, const void* address, Where where);
 void reg_load_mask(Mask& d, const void* address, Where where);
 void reg_gather(Register& d, Type type, const void* base, Type source, const Register& index, const Mask& mask, Where where);
 
@@ -36,7 +48,7 @@ void reg_binary(Op op, int lane_op, Type type, Register& d, const Register& a, c
 void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, const Mask& mask, bool merge, Where where);
 void reg_scalar(Op op, int lane_op, Type type, Register& d, const Register& a, const void* scalar, const Mask& mask, bool merge, Where where);
 void reg_fill(Type type, Register& d, const void* scalar, const Mask& mask, bool merge, Where where);
-void reg_arange(Type type, Register& d, const void* first, Where where);
+void reg_arange(Type type, Register& d, const void* first, bool down, Where where);
 void reg_compare(Type type, AscendC::CMPMODE mode, Mask& d, const Register& a, const Register* b, const void* scalar, const Mask& mask, Where where);
 void reg_select(Type type, Register& d, const Register& a, const Register& b, const Mask& mask, Where where);
 void reg_reduce(bool by_block, ReduceType how, Type type, Register& d, const Register& a, const Mask& mask, Where where);
@@ -59,6 +71,8 @@ struct DefaultType {};
 enum class PostLiteral { POST_MODE_NORMAL = 0, POST_MODE_UPDATE };
 enum class MaskMergeMode { UNKNOWN = 0, ZEROING, MERGING };
 enum class RegLayout { UNKNOWN = -1, ZERO = 0, ONE, TWO, THREE };
+enum class IndexOrder { INCREASE_ORDER, DECREASE_ORDER };
+enum class HighLowPart { LOWEST, HIGHEST };
 enum class SatMode { UNKNOWN = 0, NO_SAT, SAT };
 enum class MaskPattern { ALL, VL1, VL2, VL3, VL4, VL8, VL16, VL32, VL64, VL128, M3, M4, H, Q, ALLF = 15 };
 enum class MemType { VEC_STORE, VEC_LOAD, SCALAR_STORE, SCALAR_LOAD, VEC_ALL, SCALAR_ALL };
@@ -82,8 +96,26 @@ inline constexpr CastTrait castTrait{};
 template <class T> struct RegTensor : twin::Register { using ActualT = T; };
 struct MaskReg : twin::Mask {};
 struct AddrReg { uint32_t elements; };
-struct UnalignRegForLoad {};
-struct UnalignRegForStore {};
+using UnalignRegForLoad = twin::StreamIn;
+using UnalignRegForStore = twin::StreamOut;
+struct DivSpecificMode {
+  MaskMergeMode mrgMode = MaskMergeMode::ZEROING;
+  bool precisionMode = false;
+  DivAlgo algo = DivAlgo::INTRINSIC;
+};
+struct ExpSpecificMode {
+  MaskMergeMode mrgMode = MaskMergeMode::ZEROING;
+  ExpAlgo algo = ExpAlgo::INTRINSIC;
+};
+struct LnSpecificMode {
+  MaskMergeMode mrgMode = MaskMergeMode::ZEROING;
+  LnAlgo algo = LnAlgo::INTRINSIC;
+};
+struct SqrtSpecificMode {
+  MaskMergeMode mrgMode = MaskMergeMode::ZEROING;
+  bool precisionMode = false;
+  SqrtAlgo algo = SqrtAlgo::INTRINSIC;
+};
 
 template <class T, MaskPattern pattern = MaskPattern::ALL> inline MaskReg CreateMask() { return {twin::mask_of((int)pattern, sizeof(T))}; }
 template <class T> inline MaskReg UpdateMask(uint32_t& count) {
@@ -144,11 +176,13 @@ template <class T = DefaultType, LoadDist dist = LoadDist::DIST_NORM, class U, c
 template <class T, LoadDist dist, class U, class P> inline void LoadAlign(RegTensor<U>& dst0, RegTensor<U>& dst1, P* src, TWIN_HERE) {
   twin::reg_load_pairs(dst0, dst1, src, detail::load_unit(dist, sizeof(P)), where);
 }
-template <class P> inline void LoadUnAlignPre(UnalignRegForLoad&, P*) {}
-template <class T = DefaultType, class U, class P> inline void LoadUnAlign(U& dst, UnalignRegForLoad&, P* src, TWIN_HERE) { twin::reg_load_unaligned(dst, src, where); }
+template <class P> inline void LoadUnAlignPre(UnalignRegForLoad& ureg, P* src) { ureg.next = src; }
+template <class T = DefaultType, class U, class P> inline void LoadUnAlign(U& dst, UnalignRegForLoad& ureg, P* src, TWIN_HERE) {
+  twin::reg_load_unaligned(dst, ureg, src, 0, where);
+}
 template <class T = DefaultType, PostLiteral post = PostLiteral::POST_MODE_UPDATE, class U, class P>
-inline void LoadUnAlign(U& dst, UnalignRegForLoad&, P*& src, uint32_t stride, TWIN_HERE) {
-  twin::reg_load_unaligned(dst, src, where);
+inline void LoadUnAlign(U& dst, UnalignRegForLoad& ureg, P*& src, uint32_t stride, TWIN_HERE) {
+  twin::reg_load_unaligned(dst, ureg, src, stride * sizeof(P), where);
   src += stride;
 }
 
@@ -170,44 +204,82 @@ inline void StoreAlign(P* dst, const RegTensor<U>& src0, const RegTensor<U>& src
   twin::reg_store_pairs(dst, src0, src1, detail::store_unit(dist, sizeof(U)), where);
 }
 template <class T = DefaultType, PostLiteral post = PostLiteral::POST_MODE_UPDATE, class U, class P>
-inline void StoreUnAlign(P*& dst, const RegTensor<U>& src, UnalignRegForStore&, uint32_t elements, TWIN_HERE) {
-  twin::reg_store_bytes(dst, src, (int)(elements * sizeof(P)), where);
+inline void StoreUnAlign(P*& dst, const RegTensor<U>& src, UnalignRegForStore& ureg, uint32_t elements, TWIN_HERE) {
+  twin::reg_store_stream(ureg, dst, src, (int)(elements * sizeof(P)), where);
   dst += elements;
 }
-template <class P> inline void StoreUnAlignPost(P*, UnalignRegForStore&, int32_t = 0) {}
+template <class P> inline void StoreUnAlignPost(P*& dst, UnalignRegForStore& ureg, int32_t step, TWIN_HERE) {
+  twin::reg_end_stream(ureg, dst, where);
+  dst += step;
+}
 
 template <class T0 = DefaultType, class T1, class T2 = DefaultType, class U, class I>
 inline void Gather(RegTensor<U>& dst, T1* base, const RegTensor<I>& index, const MaskReg& mask, TWIN_HERE) {
   twin::reg_gather(dst, twin::type_of<U>, base, twin::type_of<T1>, index, mask, where);
 }
 
-#define TWIN_REG_BINARY(Name, op, code) \
+// Few instructions can merge; the others' pages say "not supported at present".
+#define TWIN_REG_BINARY(Name, op, code, merges) \
   template <class T = DefaultType, MaskMergeMode mode = MaskMergeMode::ZEROING, class U> \
-  inline void Name(U& dst, const U& src0, const U& src1, const MaskReg& mask, TWIN_HERE) { \
+  inline std::enable_if_t<std::is_base_of_v<twin::Register, U>> Name(U& dst, const U& src0, const U& src1, const MaskReg& mask, TWIN_HERE) { \
+    static_assert(merges || mode != MaskMergeMode::MERGING, "the chip's " #Name " does not merge"); \
     twin::reg_binary(twin::op_##op, code, detail::type<T, U>, dst, src0, src1, mask, mode == MaskMergeMode::MERGING, where); \
   }
-TWIN_REG_BINARY(Add, RegAdd, 0) TWIN_REG_BINARY(Sub, RegSub, 1) TWIN_REG_BINARY(Mul, RegMul, 2) TWIN_REG_BINARY(Div, RegDiv, 3)
-TWIN_REG_BINARY(Max, RegMax, 4) TWIN_REG_BINARY(Min, RegMin, 5) TWIN_REG_BINARY(And, RegAnd, 6) TWIN_REG_BINARY(Or, RegOr, 7)
-TWIN_REG_BINARY(Xor, RegXor, 8) TWIN_REG_BINARY(MulAddDst, RegMulAddDst, 9)
+TWIN_REG_BINARY(Add, RegAdd, 0, false) TWIN_REG_BINARY(Sub, RegSub, 1, false) TWIN_REG_BINARY(Mul, RegMul, 2, false)
+TWIN_REG_BINARY(Max, RegMax, 4, true) TWIN_REG_BINARY(Min, RegMin, 5, true) TWIN_REG_BINARY(And, RegAnd, 6, false) TWIN_REG_BINARY(Or, RegOr, 7, false)
+TWIN_REG_BINARY(Xor, RegXor, 8, false) TWIN_REG_BINARY(MulAddDst, RegMulAddDst, 9, false)
 #undef TWIN_REG_BINARY
 #define TWIN_REG_UNARY(Name, op, code) \
   template <class T = DefaultType, MaskMergeMode mode = MaskMergeMode::ZEROING, class U> \
-  inline void Name(U& dst, const U& src, const MaskReg& mask, TWIN_HERE) { \
-    twin::reg_unary(twin::op_##op, code, detail::type<T, U>, dst, src, mask, mode == MaskMergeMode::MERGING, where); \
+  inline std::enable_if_t<std::is_base_of_v<twin::Register, U>> Name(U& dst, const U& src, const MaskReg& mask, TWIN_HERE) { \
+    static_assert(mode != MaskMergeMode::MERGING, "the chip's " #Name " does not merge"); \
+    twin::reg_unary(twin::op_##op, code, detail::type<T, U>, dst, src, mask, false, where); \
   }
-TWIN_REG_UNARY(Exp, RegExp, 0) TWIN_REG_UNARY(Ln, RegLn, 1) TWIN_REG_UNARY(Abs, RegAbs, 2) TWIN_REG_UNARY(Sqrt, RegSqrt, 4) TWIN_REG_UNARY(Relu, RegRelu, 6)
-TWIN_REG_UNARY(Neg, RegNeg, 7) TWIN_REG_UNARY(Not, RegNot, 8)
+TWIN_REG_UNARY(Abs, RegAbs, 2) TWIN_REG_UNARY(Relu, RegRelu, 6) TWIN_REG_UNARY(Neg, RegNeg, 7) TWIN_REG_UNARY(Not, RegNot, 8)
 #undef TWIN_REG_UNARY
-#define TWIN_REG_SCALAR(Name, op, code, Scalar) \
-  template <class T = DefaultType, MaskMergeMode mode = MaskMergeMode::ZEROING, class S, class U> \
+
+namespace detail {
+// `mode` of the functions below is a MaskMergeMode or the address of a structure with a precision.
+template <class Algo, auto mode> constexpr Algo algo_of() {
+  if constexpr (std::is_same_v<decltype(mode), MaskMergeMode>) {
+    static_assert(mode != MaskMergeMode::MERGING, "the chip's instruction does not merge");
+    return Algo::INTRINSIC;
+  } else {
+    static_assert(mode->mrgMode != MaskMergeMode::MERGING, "the chip's instruction does not merge");
+    return mode->algo;
+  }
+}
+template <auto mode> constexpr bool is_precise() {
+  if constexpr (std::is_same_v<decltype(mode), MaskMergeMode>) return false;
+  else return mode->precisionMode;
+}
+}  // namespace detail
+template <class T = DefaultType, auto mode = MaskMergeMode::ZEROING, class U>
+inline void Div(U& dst, const U& src0, const U& src1, const MaskReg& mask, TWIN_HERE) {
+  twin::reg_binary(twin::op_RegDiv, twin::lanes_of(detail::algo_of<DivAlgo, mode>()), detail::type<T, U>, dst, src0, src1, mask, false, where);
+}
+template <class T = DefaultType, auto mode = MaskMergeMode::ZEROING, class U> inline void Exp(U& dst, const U& src, const MaskReg& mask, TWIN_HERE) {
+  twin::reg_unary(twin::op_RegExp, twin::lanes_of(detail::algo_of<ExpAlgo, mode>()), detail::type<T, U>, dst, src, mask, false, where);
+}
+template <class T = DefaultType, auto mode = MaskMergeMode::ZEROING, class U> inline void Ln(U& dst, const U& src, const MaskReg& mask, TWIN_HERE) {
+  twin::reg_unary(twin::op_RegLn, twin::lanes_of(detail::algo_of<LnAlgo, mode>()), detail::type<T, U>, dst, src, mask, false, where);
+}
+template <class T = DefaultType, auto mode = MaskMergeMode::ZEROING, class U> inline void Sqrt(U& dst, const U& src, const MaskReg& mask, TWIN_HERE) {
+  constexpr SqrtAlgo algo = detail::is_precise<mode>() ? SqrtAlgo::FAST_INVERSE : detail::algo_of<SqrtAlgo, mode>();
+  twin::reg_unary(twin::op_RegSqrt, twin::lanes_of(algo), detail::type<T, U>, dst, src, mask, false, where);
+}
+
+#define TWIN_REG_SCALAR(Name, op, code) \
+  template <class T = DefaultType, class S, MaskMergeMode mode = MaskMergeMode::ZEROING, class U> \
   inline void Name(U& dst, const U& src, S value, const MaskReg& mask, TWIN_HERE) { \
+    static_assert(mode != MaskMergeMode::MERGING, "the chip's " #Name " does not merge"); \
     using V = std::conditional_t<std::is_same_v<T, DefaultType>, typename U::ActualT, T>; \
     const V scalar = V(value); \
-    twin::reg_scalar(twin::op_##op, code, detail::type<T, U>, dst, src, &scalar, mask, mode == MaskMergeMode::MERGING, where); \
+    twin::reg_scalar(twin::op_##op, code, detail::type<T, U>, dst, src, &scalar, mask, false, where); \
   }
-TWIN_REG_SCALAR(Adds, RegAdds, 0, S) TWIN_REG_SCALAR(Muls, RegMuls, 1, S) TWIN_REG_SCALAR(Maxs, RegMaxs, 2, S) TWIN_REG_SCALAR(Mins, RegMins, 3, S)
-TWIN_REG_SCALAR(ShiftLefts, RegShiftLefts, 4, S) TWIN_REG_SCALAR(ShiftRights, RegShiftRights, 5, S) TWIN_REG_SCALAR(LeakyRelu, RegLeakyRelu, 6, S)
-TWIN_REG_SCALAR(Axpy, RegAxpy, 7, S)
+TWIN_REG_SCALAR(Adds, RegAdds, 0) TWIN_REG_SCALAR(Muls, RegMuls, 1) TWIN_REG_SCALAR(Maxs, RegMaxs, 2) TWIN_REG_SCALAR(Mins, RegMins, 3)
+TWIN_REG_SCALAR(ShiftLefts, RegShiftLefts, 4) TWIN_REG_SCALAR(ShiftRights, RegShiftRights, 5) TWIN_REG_SCALAR(LeakyRelu, RegLeakyRelu, 6)
+TWIN_REG_SCALAR(Axpy, RegAxpy, 7)
 #undef TWIN_REG_SCALAR
 
 template <class T = DefaultType, class S, class U> inline void Duplicate(RegTensor<U>& dst, S value, TWIN_HERE) {
@@ -222,9 +294,9 @@ inline void Duplicate(RegTensor<U>& dst, const S& value, const MaskReg& mask, TW
     twin::reg_fill(twin::type_of<U>, dst, &scalar, mask, mode == MaskMergeMode::MERGING, where);
   }
 }
-template <class T = DefaultType, class S, class U> inline void Arange(RegTensor<U>& dst, S first, TWIN_HERE) {
+template <class T = DefaultType, IndexOrder order = IndexOrder::INCREASE_ORDER, class S, class U> inline void Arange(RegTensor<U>& dst, S first, TWIN_HERE) {
   const U start = U(first);
-  twin::reg_arange(twin::type_of<U>, dst, &start, where);
+  twin::reg_arange(twin::type_of<U>, dst, &start, order == IndexOrder::DECREASE_ORDER, where);
 }
 template <class T = DefaultType, CMPMODE mode = CMPMODE::EQ, class U>
 inline void Compare(MaskReg& dst, const RegTensor<U>& a, const RegTensor<U>& b, const MaskReg& mask, TWIN_HERE) {
@@ -264,9 +336,9 @@ inline void Cast(RegTensor<S>& dst, const RegTensor<V>& src, const MaskReg& mask
   inline void Name(MaskReg& dst, const MaskReg& a, const MaskReg& b, const MaskReg& mask) { \
     for (int i = 0; i < 4; ++i) dst.bits[i] = (expression) & mask.bits[i]; \
   }
-TWIN_MASK_OP(MaskAnd, a.bits[i] & b.bits[i]) TWIN_MASK_OP(MaskOr, a.bits[i] | b.bits[i]) TWIN_MASK_OP(MaskXor, a.bits[i] ^ b.bits[i])
+TWIN_MASK_OP(And, a.bits[i] & b.bits[i]) TWIN_MASK_OP(Or, a.bits[i] | b.bits[i]) TWIN_MASK_OP(Xor, a.bits[i] ^ b.bits[i])
 #undef TWIN_MASK_OP
-inline void MaskNot(MaskReg& dst, const MaskReg& a, const MaskReg& mask) {
+inline void Not(MaskReg& dst, const MaskReg& a, const MaskReg& mask) {
   for (int i = 0; i < 4; ++i) dst.bits[i] = ~a.bits[i] & mask.bits[i];
 }
 

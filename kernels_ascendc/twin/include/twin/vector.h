@@ -19,12 +19,46 @@ struct BinaryRepeatParams {
       : dstBlkStride(dst_block), src0BlkStride(src0_block), src1BlkStride(src1_block), dstRepStride(dst_repeat), src0RepStride(src0_repeat),
         src1RepStride(src1_repeat) {}
 };
+enum class DivAlgo {
+  INTRINSIC = 0, DIFF_COMPENSATION, PRECISION_1ULP_FTZ_TRUE, PRECISION_0ULP_FTZ_TRUE, PRECISION_0ULP_FTZ_FALSE, PRECISION_1ULP_FTZ_FALSE
+};
+enum class ExpAlgo { INTRINSIC = 0, PRECISION_1ULP_FTZ_TRUE, PRECISION_1ULP_FTZ_FALSE };
+enum class LnAlgo { INTRINSIC = 0, PRECISION_1ULP_FTZ_TRUE, PRECISION_1ULP_FTZ_FALSE };
+enum class ReciprocalAlgo { INTRINSIC = 0, PRECISION_1ULP_FTZ_TRUE, PRECISION_1ULP_FTZ_FALSE };
+enum class SqrtAlgo { INTRINSIC = 0, FAST_INVERSE, PRECISION_1ULP_FTZ_TRUE, PRECISION_0ULP_FTZ_FALSE, PRECISION_1ULP_FTZ_FALSE };
+enum class RsqrtAlgo { INTRINSIC = 0, FAST_INVERSE, PRECISION_1ULP_FTZ_TRUE, PRECISION_0ULP_FTZ_FALSE, PRECISION_1ULP_FTZ_FALSE };
+struct DivConfig { DivAlgo algo = DivAlgo::INTRINSIC; };
+struct ExpConfig { ExpAlgo algo = ExpAlgo::INTRINSIC; };
+struct LnConfig { LnAlgo algo = LnAlgo::INTRINSIC; };
+struct ReciprocalConfig { ReciprocalAlgo algo = ReciprocalAlgo::INTRINSIC; };
+struct SqrtConfig { SqrtAlgo algo = SqrtAlgo::INTRINSIC; };
+struct RsqrtConfig { RsqrtAlgo algo = RsqrtAlgo::INTRINSIC; };
+inline constexpr DivConfig DEFAULT_DIV_CONFIG = {};
+inline constexpr ExpConfig DEFAULT_EXP_CONFIG = {};
+inline constexpr LnConfig DEFAULT_LN_CONFIG = {};
+inline constexpr ReciprocalConfig DEFAULT_RECIPROCAL_CONFIG = {};
+inline constexpr SqrtConfig DEFAULT_SQRT_CONFIG = {};
+inline constexpr RsqrtConfig DEFAULT_RSQRT_CONFIG = {};
 enum class MaskMode : uint8_t { NORMAL = 0, COUNTER };
 constexpr uint64_t MASK_PLACEHOLDER = 0;
 
 }  // namespace AscendC
 
 namespace twin {
+
+// Numbers of src/lanes.h. The precise variants differ from the plain ones only in what happens to subnormal values.
+constexpr int lanes_of(AscendC::DivAlgo a) { return a >= AscendC::DivAlgo::PRECISION_0ULP_FTZ_FALSE ? 10 : 3; }
+constexpr int lanes_of(AscendC::ExpAlgo a) { return a == AscendC::ExpAlgo::PRECISION_1ULP_FTZ_FALSE ? 10 : 0; }
+constexpr int lanes_of(AscendC::LnAlgo a) { return a == AscendC::LnAlgo::PRECISION_1ULP_FTZ_FALSE ? 11 : 1; }
+constexpr int lanes_of(AscendC::ReciprocalAlgo a) { return a == AscendC::ReciprocalAlgo::PRECISION_1ULP_FTZ_FALSE ? 12 : 3; }
+constexpr int lanes_of(AscendC::SqrtAlgo a) {
+  using A = AscendC::SqrtAlgo;
+  return a == A::FAST_INVERSE || a == A::PRECISION_0ULP_FTZ_FALSE ? 15 : a == A::PRECISION_1ULP_FTZ_FALSE ? 13 : 4;
+}
+constexpr int lanes_of(AscendC::RsqrtAlgo a) {
+  using A = AscendC::RsqrtAlgo;
+  return a == A::FAST_INVERSE || a == A::PRECISION_0ULP_FTZ_FALSE ? 16 : a == A::PRECISION_1ULP_FTZ_FALSE ? 14 : 5;
+}
 
 // How an instruction walks its operands. count >= 0: that many contiguous lanes. Otherwise `repeats` times the lanes that
 // `mask` names, operands advancing by 32-byte blocks.
@@ -65,7 +99,7 @@ namespace AscendC {
     twin::run_binary(twin::op_##Name, code, twin::type_of<T>, dst.view(), src0.view(), src1.view(), \
                      twin::sliced(mask, true, isSetMask, repeatTime, p, twin::type_of<T>, where), where); \
   }
-TWIN_BINARY(Add, 0) TWIN_BINARY(Sub, 1) TWIN_BINARY(Mul, 2) TWIN_BINARY(Div, 3) TWIN_BINARY(Max, 4) TWIN_BINARY(Min, 5) TWIN_BINARY(And, 6)
+TWIN_BINARY(Add, 0) TWIN_BINARY(Sub, 1) TWIN_BINARY(Mul, 2) TWIN_BINARY(Max, 4) TWIN_BINARY(Min, 5) TWIN_BINARY(And, 6)
 TWIN_BINARY(Or, 7) TWIN_BINARY(Xor, 8) TWIN_BINARY(MulAddDst, 9)
 #undef TWIN_BINARY
 
@@ -83,9 +117,45 @@ TWIN_BINARY(Or, 7) TWIN_BINARY(Xor, 8) TWIN_BINARY(MulAddDst, 9)
     twin::run_unary(twin::op_##Name, code, twin::type_of<T>, dst.view(), src.view(), \
                     twin::sliced(mask, true, isSetMask, repeatTime, p, twin::type_of<T>, where), where); \
   }
-TWIN_UNARY(Exp, 0) TWIN_UNARY(Ln, 1) TWIN_UNARY(Abs, 2) TWIN_UNARY(Reciprocal, 3) TWIN_UNARY(Sqrt, 4) TWIN_UNARY(Rsqrt, 5) TWIN_UNARY(Relu, 6)
-TWIN_UNARY(Neg, 7) TWIN_UNARY(Not, 8) TWIN_UNARY(Copy, 9)
+TWIN_UNARY(Abs, 2) TWIN_UNARY(Relu, 6) TWIN_UNARY(Neg, 7) TWIN_UNARY(Not, 8) TWIN_UNARY(Copy, 9)
 #undef TWIN_UNARY
+
+// Division and the elementary functions take a precision.
+template <class T, const DivConfig& config = DEFAULT_DIV_CONFIG>
+inline void Div(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, int32_t count, TWIN_HERE) {
+  twin::run_binary(twin::op_Div, twin::lanes_of(config.algo), twin::type_of<T>, dst.view(), src0.view(), src1.view(), twin::contiguous(count), where);
+}
+template <class T, bool isSetMask = true, const DivConfig& config = DEFAULT_DIV_CONFIG>
+inline void Div(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask, uint8_t repeatTime,
+                const BinaryRepeatParams& p, TWIN_HERE) {
+  twin::run_binary(twin::op_Div, twin::lanes_of(config.algo), twin::type_of<T>, dst.view(), src0.view(), src1.view(),
+                   twin::sliced(&mask, false, isSetMask, repeatTime, p, twin::type_of<T>, where), where);
+}
+template <class T, bool isSetMask = true, const DivConfig& config = DEFAULT_DIV_CONFIG>
+inline void Div(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask[], uint8_t repeatTime,
+                const BinaryRepeatParams& p, TWIN_HERE) {
+  twin::run_binary(twin::op_Div, twin::lanes_of(config.algo), twin::type_of<T>, dst.view(), src0.view(), src1.view(),
+                   twin::sliced(mask, true, isSetMask, repeatTime, p, twin::type_of<T>, where), where);
+}
+#define TWIN_FUNCTION(Name, Config, standard) \
+  template <class T, const Config& config = standard> \
+  inline void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t count, TWIN_HERE) { \
+    twin::run_unary(twin::op_##Name, twin::lanes_of(config.algo), twin::type_of<T>, dst.view(), src.view(), twin::contiguous(count), where); \
+  } \
+  template <class T, bool isSetMask = true, const Config& config = standard> \
+  inline void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask, uint8_t repeatTime, const UnaryRepeatParams& p, TWIN_HERE) { \
+    twin::run_unary(twin::op_##Name, twin::lanes_of(config.algo), twin::type_of<T>, dst.view(), src.view(), \
+                    twin::sliced(&mask, false, isSetMask, repeatTime, p, twin::type_of<T>, where), where); \
+  } \
+  template <class T, bool isSetMask = true, const Config& config = standard> \
+  inline void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask[], uint8_t repeatTime, const UnaryRepeatParams& p, TWIN_HERE) { \
+    twin::run_unary(twin::op_##Name, twin::lanes_of(config.algo), twin::type_of<T>, dst.view(), src.view(), \
+                    twin::sliced(mask, true, isSetMask, repeatTime, p, twin::type_of<T>, where), where); \
+  }
+TWIN_FUNCTION(Exp, ExpConfig, DEFAULT_EXP_CONFIG) TWIN_FUNCTION(Ln, LnConfig, DEFAULT_LN_CONFIG)
+TWIN_FUNCTION(Reciprocal, ReciprocalConfig, DEFAULT_RECIPROCAL_CONFIG) TWIN_FUNCTION(Sqrt, SqrtConfig, DEFAULT_SQRT_CONFIG)
+TWIN_FUNCTION(Rsqrt, RsqrtConfig, DEFAULT_RSQRT_CONFIG)
+#undef TWIN_FUNCTION
 
 #define TWIN_SCALAR(Name, code) \
   template <class T, class S> \
