@@ -218,6 +218,23 @@ def dtype_of(name: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "f32": torch.float32, "u8": torch.uint8}[name]
 
 
+_drawn: list[dict[Any, CanonicalWeight]] = []
+_MOST_DRAWN = 6
+
+
+@contextlib.contextmanager
+def weights_drawn_once() -> Iterator[None]:
+    """Inside, `make_weight` draws a format, shape and scale once and gives the same values again; the last few are kept.
+
+    For measurements, where the same large weights meet several numbers of rows. Not thread safe.
+    """
+    _drawn.append({})
+    try:
+        yield
+    finally:
+        _drawn.pop()
+
+
 def make_weight(
     prepare: Prepare,
     role: str,
@@ -228,9 +245,20 @@ def make_weight(
     device: torch.device | str = "cpu",
 ) -> WeightHandle:
     """A handle of a random weight [..., N, K] in a checkpoint format; values about `scale` (default K^-0.5)."""
+    if not _drawn:
+        return prepare(role, _draw_weight(fmt, gen, shape, scale, device))
+    kept, key = _drawn[-1], (fmt, shape, scale, str(device))
+    stored = kept.pop(key) if key in kept else _draw_weight(fmt, gen, shape, scale, device)
+    kept[key] = stored
+    if len(kept) > _MOST_DRAWN:
+        del kept[next(iter(kept))]
+    return prepare(role, stored)
+
+
+def _draw_weight(fmt: str, gen: torch.Generator, shape: tuple[int, ...], scale: float | None, device: Any) -> CanonicalWeight:
     dense = normal(gen, *shape, scale=shape[-1] ** -0.5 if scale is None else scale)
     if fmt in ("bf16", "f32"):
-        return prepare(role, CanonicalWeight(fmt, dense.to(dtype_of(fmt)).to(device)))
+        return CanonicalWeight(fmt, dense.to(dtype_of(fmt)).to(device))
     if fmt == "fp8_block32":
         pairs = [formats.quantise_weight_fp8(part) for part in dense.reshape(-1, *shape[-2:])]
     else:
@@ -239,4 +267,4 @@ def make_weight(
     values, scales = (torch.stack(parts).to(device) for parts in zip(*pairs, strict=True))
     if len(shape) == 2:
         values, scales = values[0], scales[0]
-    return prepare(role, CanonicalWeight(fmt, values, scales))
+    return CanonicalWeight(fmt, values, scales)
