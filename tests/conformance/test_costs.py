@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deepinfer_hal.card import all_cards, default_cost
+from deepinfer_hal.card import Case, all_cards, default_cost
 from deepinfer_hal.weights import prepare_canonical
 
 SEED = 5
@@ -35,6 +35,22 @@ def test_the_size_of_a_store_does_not_count_only_what_a_call_touches(op, store):
     args = next(args for args in arguments(card) if args["positions"].numel())
     larger = {**args, store: torch.cat([args[store]] * 3)}
     assert card.cost(larger) == card.cost(args)
+
+
+def test_a_step_of_one_token_does_not_touch_its_whole_carry_ring():
+    card = all_cards()["compress_kv"]
+    steps = {
+        requests: card.generate(Case("compress_kv", dict(requests=requests, ratio=2, L=7, D=64, dtype="f32")), SEED, CPU, None)
+        for requests in ("6+1", "7+1", "6+2")
+    }
+    token = 2 * 64 * 4
+    longer = {**steps["7+1"], "carry": torch.cat([steps["7+1"]["carry"]] * 3, dim=1)}
+    assert card.cost(longer) == card.cost(steps["7+1"])
+    carried = {
+        requests: card.cost(args).bytes - card.cost({**args, "state_slots": torch.full_like(args["state_slots"], -1)}).bytes
+        for requests, args in steps.items()
+    }
+    assert carried == {"6+1": token, "7+1": 2 * token, "6+2": 2 * token}, "stored, and read where a group ends"
 
 
 def test_experts_without_rows_are_not_read():

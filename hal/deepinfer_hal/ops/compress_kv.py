@@ -59,6 +59,16 @@ def _store_carry(value, gate, positions, row_to_req, cu_q, state_slots, carry) -
     carry[slot[keep], place] = torch.stack((value[keep], gate[keep]), dim=1).to(carry.dtype)
 
 
+def _carry_bytes(args) -> int:
+    """Of each request: its last tokens written, and the earlier tokens of a group that ends in this step read."""
+    tokens, known = args["cu_q"].diff(), args["state_slots"] >= 0
+    stored = int(tokens.clamp(max=args["carry"].shape[1])[known].sum())
+    live = known & (tokens > 0)
+    before = args["positions"][args["cu_q"][:-1][live].long()] % args["ratio"]
+    read = int(before[before + tokens[live] >= args["ratio"]].sum())
+    return (stored + read) * args["carry"].shape[2:].numel() * args["carry"].element_size()
+
+
 def enumerate_cases():
     for requests in ("", "0+1", "0+2", "1+1", "7+1,10+3,5+6", "3+33,0+9"):
         yield Case("compress_kv", dict(requests=requests, ratio=2, L=7, D=512, dtype="bf16"))
@@ -134,6 +144,6 @@ CARD = register(
         check=check,
         enumerate_cases=enumerate_cases,
         generate=generate,
-        cost=touching(carry=lambda args: 2 * 4 * args["state_slots"].shape[0] * args["carry"].shape[1:].numel()),
+        cost=touching(carry=_carry_bytes),
     )
 )
