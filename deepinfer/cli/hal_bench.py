@@ -87,5 +87,7 @@ def _conclude(result: dict[str, Any]) -> int:
     ceilings = result["ceilings"]
     products = ", ".join(f"{value / 1e9:.0f} GFLOP/s {name}" for name, value in ceilings["gemm_flops"].items())
     print(f"ceilings: {ceilings['bandwidth'] / 1e9:.1f} GB/s by a copy of {ceilings['copy_bytes'] >> 20} MiB; {products}")
+    before, after = result["load_average"]
+    print(f"load average of the host {before:.1f} before, {after:.1f} after; what else runs slows medians more than minima")
     print(f"{result['device']}, shapes of {result['shapes']['name']}, {result['threads']} threads: {counts}")
     return 1 if "fail" in verdicts else 0 if "pass" in verdicts else _USAGE

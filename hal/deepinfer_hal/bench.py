@@ -112,7 +112,7 @@ def run_bench(
     listen: Listener = lambda row: None,
 ) -> dict[str, Any]:
     """All rows as plain values, with the ceilings of the same run, measured before and after them; `listen` hears each row
-    as it comes, with its share of the ceilings known by then.
+    as it comes, with its share of the ceilings known by then. load_average: of the host's last minute, before and after.
 
     shapes: a name of `bench_shapes.MODELS`; experts: on one rank, at most the model's; ops, rows: only these. conformance: a
     report of `hal test`, whose kernels must be those of the rows. Raises BadCall for what does not exist.
@@ -125,7 +125,7 @@ def run_bench(
     experts = min(experts, model.experts)
     budget = _resolved(budget or Budget(), backend, index)
     tested = None if conformance is None else tested_symbols(conformance, backend.name)
-    copied = int(_BEYOND_CACHE * budget.cache_bytes)
+    copied, load = int(_BEYOND_CACHE * budget.cache_bytes), os.getloadavg()[0]
     bench = _Bench(backend, index, budget, measure_ceilings(backend, index, copied))
     done = []
     with weights_drawn_once():
@@ -143,6 +143,7 @@ def run_bench(
     return {
         "device": f"{backend.name}:{index}",
         "threads": torch.get_num_threads(),
+        "load_average": [load, os.getloadavg()[0]],
         "shapes": {"name": shapes, "experts_per_rank": experts, **asdict(model)},
         "budget": asdict(budget),
         "ceilings": asdict(bench.ceilings),
