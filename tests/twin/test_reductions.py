@@ -108,6 +108,8 @@ def test_brcb_spreads_eight_elements_over_eight_blocks():
     x = floats(16, 6)
     got = other("Brcb", "float", x, y=np.zeros(128, np.float32), repeats=2)
     assert np.array_equal(got, np.repeat(x, 8))
+    x = np.arange(1, 17, dtype=np.float16)  # the page's example
+    assert np.array_equal(other("Brcb", "half", x, y=np.zeros(256, np.float16), repeats=2), np.repeat(x, 16))
 
 
 MODES = [np.less, np.greater, np.equal, np.less_equal, np.greater_equal, np.not_equal]
