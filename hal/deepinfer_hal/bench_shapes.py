@@ -359,7 +359,7 @@ def _sampling(op: str, m: ModelShapes, experts: int) -> Iterator[BenchCase]:
     for rows in DECODE_ROWS:
         logits = rows * m.vocab
         if op == "mask_logits":
-            for mode in ("off", "all"):
+            for mode in ("penalties", "all"):
                 yield _row(op, rows, mode, logits, S=rows, V=m.vocab, L=m.context, mode=mode)
         elif op == "sample":
             for mode in ("greedy", "plain", "filtered"):

@@ -53,6 +53,16 @@ def test_a_step_of_one_token_does_not_touch_its_whole_carry_ring():
     assert carried == {"6+1": token, "7+1": 2 * token, "6+2": 2 * token}, "stored, and read where a group ends"
 
 
+def test_rows_without_penalties_biases_or_mask_cost_no_logits():
+    card = all_cards()["mask_logits"]
+    none, some, masked = (
+        card.generate(Case("mask_logits", dict(S=5, V=2048, L=64, mode=mode)), SEED, CPU, None)
+        for mode in ("off", "penalties", "all")
+    )
+    assert card.cost(none).bytes < 4 * 16 * 5
+    assert card.cost(none).bytes < card.cost(some).bytes < card.cost(masked).bytes < none["logits"].nbytes
+
+
 def test_experts_without_rows_are_not_read():
     card = all_cards()["grouped_gemm"]
     args = next(args for args in arguments(card) if args["x"].shape[0] > 1)

@@ -68,6 +68,18 @@ def _penalise(rows, history, slots, prompt_len, length, repetition, presence, fr
     logits[rows] = (values - presence[rows, None] * (counts > 0)).to(logits.dtype)
 
 
+def _penalised_tokens(args) -> int:
+    """Tokens in the histories of rows that have a penalty; other rows' histories are not read."""
+    on = (args["repetition"] != 1) | (args["presence"] != 0) | (args["frequency"] != 0)
+    return int(args["length"][on].sum())
+
+
+def _changed_bytes(args) -> int:
+    """Logits of tokens in a history or with a bias, read and written. What the mask bans is not counted: it may be nothing."""
+    tokens = min(_penalised_tokens(args) + args["bias_ids"].numel(), args["logits"].numel())
+    return 2 * 4 * tokens
+
+
 def _cases():
     for rows, vocab, max_len in ((0, 8, 4), (1, 1, 3), (3, 33, 16), (33, 2048, 300), (2, 129280, 40)):
         for mode in ("off", "penalties", "all"):
@@ -132,6 +144,6 @@ CARD = register(
         tolerance=lambda args, name: sum_tolerance(torch.float32, 8, 8.0),
         enumerate_cases=_cases,
         generate=_generate,
-        cost=touching(history=lambda args: 4 * int(args["length"].sum())),
+        cost=touching(history=lambda args: 4 * _penalised_tokens(args), logits=_changed_bytes),
     )
 )
