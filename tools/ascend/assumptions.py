@@ -14,8 +14,8 @@ HEAD = """# What the twin assumes about an Ascend 950
 
 Written by `tools/ascend/assumptions.py` from `kernels_ascendc/twin/include/twin/instructions.def`; change that file
 instead. Pages are listed in docs/ascend-sources.md. Grades: `example`, a published input with its output is among the
-tests; `prose`, the page says it in words; `assumed`, it does not, or the page was not read. Nothing here was compared with
-a chip.
+tests; `prose`, the page says it in words; `assumed`, it does not, or the page was not read. Nothing here was compared
+with a chip.
 """
 
 

@@ -2,7 +2,8 @@
 //
 //   DI_LAUNCH(kernel, blocks, stream, args...)       a __vector__ kernel, one vector core a block
 //   DI_LAUNCH_CUBE(kernel, blocks, stream, args...)  a __cube__ kernel, one cube core a block
-//   DI_LAUNCH_MIX(kernel, blocks, stream, args...)   a __mix__(1, 2) kernel, one cube core and its two vector cores a block
+//   DI_LAUNCH_MIX(kernel, blocks, stream, args...)   a __mix__(1, 2) kernel, one cube core and its two vector cores a
+// block
 #pragma once
 
 #include "deepinfer/hal.h"
@@ -10,16 +11,20 @@
 
 namespace twin {
 
-template <class F> inline void launch_kernel(void* stream, const char* name, int cubes, int vectors, int64_t blocks, F body) {
+template <class F>
+inline void launch_kernel(void* stream, const char* name, int cubes, int vectors, int64_t blocks, F body) {
   launch(*stream_of(stream), name, cubes, vectors, blocks, [](void* f) { (*static_cast<F*>(f))(); }, &body);
 }
 int finish_call(void* stream, di_error* e);
 
 }  // namespace twin
 
-#define DI_LAUNCH(kernel, blocks, stream, ...) ::twin::launch_kernel(stream, #kernel, 0, 1, blocks, [=] { kernel(__VA_ARGS__); })
-#define DI_LAUNCH_CUBE(kernel, blocks, stream, ...) ::twin::launch_kernel(stream, #kernel, 1, 0, blocks, [=] { kernel(__VA_ARGS__); })
-#define DI_LAUNCH_MIX(kernel, blocks, stream, ...) ::twin::launch_kernel(stream, #kernel, 1, 2, blocks, [=] { kernel(__VA_ARGS__); })
+#define DI_LAUNCH(kernel, blocks, stream, ...) \
+  ::twin::launch_kernel(stream, #kernel, 0, 1, blocks, [=] { kernel(__VA_ARGS__); })
+#define DI_LAUNCH_CUBE(kernel, blocks, stream, ...) \
+  ::twin::launch_kernel(stream, #kernel, 1, 0, blocks, [=] { kernel(__VA_ARGS__); })
+#define DI_LAUNCH_MIX(kernel, blocks, stream, ...) \
+  ::twin::launch_kernel(stream, #kernel, 1, 2, blocks, [=] { kernel(__VA_ARGS__); })
 
 // What a C ABI function returns after its launches: DI_OK, or DI_FAILED with what the twin has to say.
 inline int di_finish(void* stream, di_error* e) { return ::twin::finish_call(stream, e); }

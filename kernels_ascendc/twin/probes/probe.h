@@ -11,7 +11,8 @@ struct Images {
 };
 
 inline Images ImagesOf(const di_tensor* t) {
-  return {(uint8_t*)t[0].data, (uint8_t*)t[1].data, (uint8_t*)t[2].data, (int32_t)t[0].shape[0], (int32_t)t[1].shape[0], (int32_t)t[2].shape[0]};
+  return {(uint8_t*)t[0].data,    (uint8_t*)t[1].data,    (uint8_t*)t[2].data,
+          (int32_t)t[0].shape[0], (int32_t)t[1].shape[0], (int32_t)t[2].shape[0]};
 }
 
 // x0, x1 and y each own 64 KiB of UB. y is loaded too, so that what an instruction leaves alone can be seen.
@@ -59,13 +60,49 @@ class ProbeUb {
 // Types by the numbers of twin::Type's first nine.
 #define PROBE_BY_TYPE(number, ...) \
   switch (number) { \
-    case 0: { using T = float; __VA_ARGS__; break; } \
-    case 1: { using T = half; __VA_ARGS__; break; } \
-    case 2: { using T = bfloat16_t; __VA_ARGS__; break; } \
-    case 3: { using T = int32_t; __VA_ARGS__; break; } \
-    case 4: { using T = uint32_t; __VA_ARGS__; break; } \
-    case 5: { using T = int16_t; __VA_ARGS__; break; } \
-    case 6: { using T = uint16_t; __VA_ARGS__; break; } \
-    case 7: { using T = int8_t; __VA_ARGS__; break; } \
-    default: { using T = uint8_t; __VA_ARGS__; break; } \
+    case 0: { \
+      using T = float; \
+      __VA_ARGS__; \
+      break; \
+    } \
+    case 1: { \
+      using T = half; \
+      __VA_ARGS__; \
+      break; \
+    } \
+    case 2: { \
+      using T = bfloat16_t; \
+      __VA_ARGS__; \
+      break; \
+    } \
+    case 3: { \
+      using T = int32_t; \
+      __VA_ARGS__; \
+      break; \
+    } \
+    case 4: { \
+      using T = uint32_t; \
+      __VA_ARGS__; \
+      break; \
+    } \
+    case 5: { \
+      using T = int16_t; \
+      __VA_ARGS__; \
+      break; \
+    } \
+    case 6: { \
+      using T = uint16_t; \
+      __VA_ARGS__; \
+      break; \
+    } \
+    case 7: { \
+      using T = int8_t; \
+      __VA_ARGS__; \
+      break; \
+    } \
+    default: { \
+      using T = uint8_t; \
+      __VA_ARGS__; \
+      break; \
+    } \
   }

@@ -36,8 +36,9 @@ std::string describe(const Group& group, uint32_t epoch) {
   const uint32_t tid = epoch >> kClockBits;
   const Record* record = record_of(group, epoch);
   char text[320];
-  snprintf(text, sizeof text, "%s at %s:%d (pipe %s of %s)", record ? kOpNames[record->op] : "an instruction", record ? record->file : "?",
-           record ? record->line : 0, kPipeNames[tid % 8], place(group.core[tid / 8]).c_str());
+  snprintf(text, sizeof text, "%s at %s:%d (pipe %s of %s)", record ? kOpNames[record->op] : "an instruction",
+           record ? record->file : "?", record ? record->line : 0, kPipeNames[tid % 8],
+           place(group.core[tid / 8]).c_str());
   return text;
 }
 
@@ -52,36 +53,43 @@ void report_race(const Pipe& pipe, const Memory& memory, uint32_t block, uint32_
   const uint32_t tid = earlier >> kClockBits;
   char advice[160];
   if (tid == pipe.tid) snprintf(advice, sizeof advice, "PipeBarrier<PIPE_%s> would order them", kPipeNames[pipe.id]);
-  else if (tid / 8 == pipe.tid / 8) snprintf(advice, sizeof advice, "SetFlag/WaitFlag<%s_%s> would order them", kPipeNames[tid % 8], kPipeNames[pipe.id]);
+  else if (tid / 8 == pipe.tid / 8)
+    snprintf(advice, sizeof advice, "SetFlag/WaitFlag<%s_%s> would order them", kPipeNames[tid % 8],
+             kPipeNames[pipe.id]);
   else snprintf(advice, sizeof advice, "CrossCoreSetFlag/CrossCoreWaitFlag would order them");
-  complain("race (%s): %s and %s touch the same bytes of %s at %u unordered; %s", kinds, describe(group, earlier).c_str(),
-           describe(*pipe.core->group, pipe.epoch()).c_str(), memory.name, block * 32, advice);
+  complain("race (%s): %s and %s touch the same bytes of %s at %u unordered; %s", kinds,
+           describe(group, earlier).c_str(), describe(*pipe.core->group, pipe.epoch()).c_str(), memory.name, block * 32,
+           advice);
 }
 
 void check_bounds(const Pipe& pipe, const Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
   if (memory.data != nullptr && offset + bytes <= memory.bytes && offset <= memory.bytes) return;
   const Where w = where_now(pipe);
-  if (memory.data == nullptr) give_up("%s at %s:%d: %s names a memory that %s does not have", op_now(pipe), w.file, w.line, what, place(*pipe.core).c_str());
-  give_up("%s at %s:%d: %s reaches bytes [%" PRIu64 ", %" PRIu64 ") of %s, which has %u", op_now(pipe), w.file, w.line, what, offset,
-          offset + bytes, memory.name, memory.bytes);
+  if (memory.data == nullptr)
+    give_up("%s at %s:%d: %s names a memory that %s does not have", op_now(pipe), w.file, w.line, what,
+            place(*pipe.core).c_str());
+  give_up("%s at %s:%d: %s reaches bytes [%" PRIu64 ", %" PRIu64 ") of %s, which has %u", op_now(pipe), w.file, w.line,
+          what, offset, offset + bytes, memory.name, memory.bytes);
 }
 
 Run run_of(const Pipe& pipe, Memory& memory, int slot) {
-  return {memory.writer, memory.valid, {memory.reader[0], memory.reader[1], memory.reader[2]}, (int)memory.readers, slot, pipe.known.at,
+  return {memory.writer,       memory.valid, {memory.reader[0], memory.reader[1], memory.reader[2]},
+          (int)memory.readers, slot,         pipe.known.at,
           memory.group->birth, pipe.epoch(), true};
 }
 
 bool fresh(const Memory& memory, uint32_t e) { return (e & kClockMask) > memory.group->birth[e >> kClockBits]; }
 
 // A block that is not fully read, or that broke a rule: the slow way, with a report.
-void read_block(Pipe& pipe, Memory& memory, uint32_t block, uint32_t bytes, int slot, const char* what) {  // bytes 0: order only
+void read_block(Pipe& pipe, Memory& memory, uint32_t block, uint32_t bytes, int slot,
+                const char* what) {  // bytes 0: order only
   const uint32_t writer = memory.writer[block];
   if (!pipe.knows(writer)) report_race(pipe, memory, block, writer, "write, then read");
   const uint32_t held = fresh(memory, writer) ? memory.valid[block] : 0;
   if ((held & bytes) != bytes && !told_before(where_now(pipe), {what, -1})) {
     const Where w = where_now(pipe);
-    complain("%s at %s:%d reads bytes of %s at %u (%s) that nothing has written", op_now(pipe), w.file, w.line, memory.name,
-             block * 32 + (uint32_t)__builtin_ctz(bytes & ~held), what);
+    complain("%s at %s:%d reads bytes of %s at %u (%s) that nothing has written", op_now(pipe), w.file, w.line,
+             memory.name, block * 32 + (uint32_t)__builtin_ctz(bytes & ~held), what);
   }
   memory.reader[slot][block] = pipe.epoch();
 }
@@ -89,7 +97,8 @@ void read_block(Pipe& pipe, Memory& memory, uint32_t block, uint32_t bytes, int 
 void write_block(Pipe& pipe, Memory& memory, uint32_t block, uint32_t bytes) {
   if (!pipe.knows(memory.writer[block])) report_race(pipe, memory, block, memory.writer[block], "write, then write");
   for (uint32_t k = 0; k < memory.readers; ++k)
-    if (!pipe.knows(memory.reader[k][block])) report_race(pipe, memory, block, memory.reader[k][block], "read, then write");
+    if (!pipe.knows(memory.reader[k][block]))
+      report_race(pipe, memory, block, memory.reader[k][block], "read, then write");
   memory.valid[block] = fresh(memory, memory.writer[block]) ? memory.valid[block] | bytes : bytes;
   memory.writer[block] = pipe.epoch();
 }
@@ -117,7 +126,8 @@ template <class Block, class Blocks> void over_blocks(uint64_t offset, uint64_t 
 }  // namespace
 
 bool told_before(Where a, Where b) {
-  const std::pair<uint64_t, uint64_t> key{(uint64_t)(uintptr_t)a.file * 131071 + (uint64_t)a.line, (uint64_t)(uintptr_t)b.file * 131071 + (uint64_t)(int64_t)b.line};
+  const std::pair<uint64_t, uint64_t> key{(uint64_t)(uintptr_t)a.file * 131071 + (uint64_t)a.line,
+                                          (uint64_t)(uintptr_t)b.file * 131071 + (uint64_t)(int64_t)b.line};
   auto& told = running_launch->told;
   if (std::find(told.begin(), told.end(), key) != told.end()) return true;
   told.push_back(key);
@@ -137,7 +147,8 @@ const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes,
       offset, bytes, [&](uint32_t block, uint32_t mask) { read_block(pipe, memory, block, mask, slot, what); },
       [&](uint32_t first, uint32_t last) {
         const Run run = run_of(pipe, memory, slot);
-        while ((first = shadow_kernels().read(run, first, last)) < last) read_block(pipe, memory, first++, ~0u, slot, what);
+        while ((first = shadow_kernels().read(run, first, last)) < last)
+          read_block(pipe, memory, first++, ~0u, slot, what);
       });
   return memory.data + offset;
 }
@@ -173,7 +184,8 @@ const uint8_t* load_unchecked(Pipe& pipe, Memory& memory, uint64_t offset, uint6
   Run run = run_of(pipe, memory, slot);
   run.need_valid = false;
   const uint32_t last = (uint32_t)((offset + bytes + 31) / 32);
-  for (uint32_t first = (uint32_t)(offset / 32); (first = shadow_kernels().read(run, first, last)) < last;) read_block(pipe, memory, first++, 0, slot, what);
+  for (uint32_t first = (uint32_t)(offset / 32); (first = shadow_kernels().read(run, first, last)) < last;)
+    read_block(pipe, memory, first++, 0, slot, what);
   return memory.data + offset;
 }
 
@@ -185,7 +197,8 @@ bool holds(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t
 }
 
 void valid_bytes(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t* words) {
-  for (uint64_t i = 0; i < blocks; ++i) words[i] = fresh(memory, memory.writer[first_block + i]) ? memory.valid[first_block + i] : 0;
+  for (uint64_t i = 0; i < blocks; ++i)
+    words[i] = fresh(memory, memory.writer[first_block + i]) ? memory.valid[first_block + i] : 0;
 }
 
 void move_blocks(Pipe& pipe, Memory& from, uint64_t source, Memory& to, uint64_t target, uint64_t bytes) {
@@ -200,7 +213,7 @@ void poison(Memory& memory, uint64_t offset, uint64_t bytes) {
   for (uint64_t block = offset / 32; block < (offset + bytes) / 32; ++block) memory.valid[block] = 0;
 }
 
-// ---- global memory -------------------------------------------------------------------------------------------------
+// ---- global memory ------------------------------------------------------------------------------------------------
 
 namespace {
 struct Region {
@@ -228,8 +241,9 @@ void global_access(Pipe& pipe, const void* address, uint64_t bytes, GlobalUse us
     while (i < regions.size() && !holds(regions[i])) ++i;
     if (i == regions.size()) {
       const Where w = where_now(pipe);
-      give_up("%s at %s:%d on %s: %s takes %" PRIu64 " bytes of global memory at %p, outside of every tensor of the call", op_now(pipe), w.file,
-              w.line, place(*pipe.core).c_str(), what, bytes, address);
+      give_up("%s at %s:%d on %s: %s takes %" PRIu64
+              " bytes of global memory at %p, outside of every tensor of the call",
+              op_now(pipe), w.file, w.line, place(*pipe.core).c_str(), what, bytes, address);
     }
     last_region = i;
   }
@@ -246,14 +260,16 @@ void global_access(Pipe& pipe, const void* address, uint64_t bytes, GlobalUse us
       return;
     }
   }
-  launch.accesses.push_back({at, (uint32_t)bytes, pipe.now, pipe.saved, (uint16_t)pipe.core->group->index, (uint8_t)pipe.tid, use, pipe.core->atomic_type});
+  launch.accesses.push_back({at, (uint32_t)bytes, pipe.now, pipe.saved, (uint16_t)pipe.core->group->index,
+                             (uint8_t)pipe.tid, use, pipe.core->atomic_type});
 }
 
 namespace {
 
 uint32_t known_of(const GlobalAccess& later, const GlobalAccess& earlier) {
   const SavedClocks& saved = running_launch->saved[(size_t)later.saved];
-  return earlier.group == later.group ? saved.known.at[earlier.tid] : saved.foreign[(size_t)earlier.group * kTids + earlier.tid];
+  return earlier.group == later.group ? saved.known.at[earlier.tid]
+                                      : saved.foreign[(size_t)earlier.group * kTids + earlier.tid];
 }
 
 bool ordered(const GlobalAccess& a, const GlobalAccess& b) {
@@ -272,13 +288,16 @@ void check_pair(const GlobalAccess& a, const GlobalAccess& b) {
   if (atomics && (a.atomic_type > BF16 || !running_launch->stream->ordered_atomics)) return;
   if (told_before(site(ga, ea), site(gb, eb))) return;
   if (atomics) {
-    complain("%s and %s add floats atomically to the same global memory in an order left to chance, so their sum has no fixed bits",
-             describe(ga, ea).c_str(), describe(gb, eb).c_str());
+    complain(
+        "%s and %s add floats atomically to the same global memory in an order left to chance, so their sum has no "
+        "fixed bits",
+        describe(ga, ea).c_str(), describe(gb, eb).c_str());
     return;
   }
   static const char* const kUses[] = {"reads", "writes", "adds atomically"};
-  complain("race in global memory: %s %s, and %s %s, %" PRIu64 " bytes in common, unordered", describe(ga, ea).c_str(), kUses[a.use],
-           describe(gb, eb).c_str(), kUses[b.use], std::min(a.address + a.bytes, b.address + b.bytes) - std::max(a.address, b.address));
+  complain("race in global memory: %s %s, and %s %s, %" PRIu64 " bytes in common, unordered", describe(ga, ea).c_str(),
+           kUses[a.use], describe(gb, eb).c_str(), kUses[b.use],
+           std::min(a.address + a.bytes, b.address + b.bytes) - std::max(a.address, b.address));
 }
 
 }  // namespace
@@ -286,7 +305,8 @@ void check_pair(const GlobalAccess& a, const GlobalAccess& b) {
 void check_global_log(Launch& launch) {
   auto& log = launch.accesses;
   if (std::none_of(log.begin(), log.end(), [](const GlobalAccess& a) { return a.use != kRead; })) return;
-  std::stable_sort(log.begin(), log.end(), [](const GlobalAccess& a, const GlobalAccess& b) { return a.address < b.address; });
+  std::stable_sort(log.begin(), log.end(),
+                   [](const GlobalAccess& a, const GlobalAccess& b) { return a.address < b.address; });
   std::vector<const GlobalAccess*> reads, writes;  // those that may still overlap what follows
   size_t clean_reads_at = 64;
   const auto drop = [](std::vector<const GlobalAccess*>& open, uint64_t address) {

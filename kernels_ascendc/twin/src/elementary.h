@@ -1,5 +1,5 @@
-// exp and log from additions, multiplications and bit operations alone, so that every machine and optimisation level gives
-// the same bits. Minimax polynomials on the usual reduced ranges.
+// exp and log from additions, multiplications and bit operations alone, so that every machine and optimisation level
+// gives the same bits. Minimax polynomials on the usual reduced ranges.
 #pragma once
 
 #include <limits>

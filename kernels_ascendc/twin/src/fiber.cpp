@@ -16,7 +16,8 @@ Fiber* running = nullptr;
 
 void take_stack(Fiber& fiber) {
   if (fiber.stack != nullptr) return;
-  void* memory = mmap(nullptr, kStackBytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, kStackBytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   mprotect(memory, 4096, PROT_NONE);  // an overflow faults instead of spoiling a neighbour
   fiber.stack = static_cast<uint8_t*>(memory) + 4096;

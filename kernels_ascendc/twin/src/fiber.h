@@ -16,7 +16,7 @@ struct Fiber {
 constexpr uint32_t kStackBytes = 256 * 1024;
 
 void prepare_fiber(Fiber& fiber, void (*body)(void*), void* context);  // reuses the stack
-void enter_fiber(Fiber& fiber);                                       // from the scheduler
-void leave_fiber(Fiber& fiber);                                       // to the scheduler; a later enter comes back here
+void enter_fiber(Fiber& fiber);                                        // from the scheduler
+void leave_fiber(Fiber& fiber);  // to the scheduler; a later enter comes back here
 
 }  // namespace twin

@@ -24,7 +24,8 @@ template <class T> inline void put(T* p, size_t i, Work<T> x) {
   else p[i] = x;
 }
 
-template <class T> using Unsigned = std::make_unsigned_t<std::conditional_t<kIsSmall<T>, uint16_t, std::conditional_t<std::is_same_v<T, float>, uint32_t, T>>>;
+template <class T> using Unsigned = std::make_unsigned_t<
+    std::conditional_t<kIsSmall<T>, uint16_t, std::conditional_t<std::is_same_v<T, float>, uint32_t, T>>>;
 
 template <class T> constexpr float kLeastNormal = std::is_same_v<T, half> ? 6.103515625e-05f : 1.17549435e-38f;
 template <class T> inline float flush(float x) {
@@ -64,9 +65,14 @@ template <BinaryOp op, class W> inline W apply2(W a, W b) {
     else if constexpr (op == kSub) return a - b;
     else if constexpr (op == kMul) return a * b;
     else if constexpr (op == kDiv || op == kDivFull) return a / b;
-    else if constexpr (op == kMax) return a > b ? a : a == b ? float_of(bits_of(a) & bits_of(b)) : b == b ? (a == a ? b : a) : b;
-    else return a < b ? a : a == b ? float_of(bits_of(a) | bits_of(b)) : b == b ? (a == a ? b : a) : b;  // -0 lies below +0
-  } else {  // integers wrap around
+    else if constexpr (op == kMax)
+      return a > b ? a : a == b ? float_of(bits_of(a) & bits_of(b)) : b == b ? (a == a ? b : a) : b;
+    else
+      return a < b    ? a
+             : a == b ? float_of(bits_of(a) | bits_of(b))
+             : b == b ? (a == a ? b : a)
+                      : b;  // -0 lies below +0
+  } else {                  // integers wrap around
     using U = std::make_unsigned_t<W>;
     if constexpr (op == kAdd) return (W)((U)a + (U)b);
     else if constexpr (op == kSub) return (W)((U)a - (U)b);
@@ -102,7 +108,7 @@ template <UnaryOp op, class T> void unary(void* d, const void* a, size_t n) {
   const auto* x = static_cast<const T*>(a);
   if constexpr (op == kNot) {
     using U = Unsigned<T>;
-    for (size_t i = 0; i < n; ++i) static_cast<U*>(d)[i] = (U)~static_cast<const U*>(a)[i];
+    for (size_t i = 0; i < n; ++i) static_cast<U*>(d)[i] = (U) ~static_cast<const U*>(a)[i];
   } else if constexpr (op == kCopy) {
     memmove(d, a, n * sizeof(T));
   } else {
@@ -123,7 +129,8 @@ template <UnaryOp op, class T> void unary(void* d, const void* a, size_t n) {
       else if constexpr (op == kReciprocalFull) r = 1.0f / v;
       else if constexpr (op == kSqrtFull) r = __builtin_sqrtf(v);
       else if constexpr (op == kSqrtFast) r = v > 0x1p126f ? 0.0f : __builtin_sqrtf(v);
-      else if constexpr (op == kRsqrtFast) r = v > 0x1p126f ? std::numeric_limits<float>::infinity() : 1.0f / __builtin_sqrtf(v);
+      else if constexpr (op == kRsqrtFast)
+        r = v > 0x1p126f ? std::numeric_limits<float>::infinity() : 1.0f / __builtin_sqrtf(v);
       else r = 1.0f / __builtin_sqrtf(v);
       put(out, i, r);
     }
@@ -145,7 +152,9 @@ template <ScalarOp op, class T> void scalar(void* d, const void* a, const void* 
     else if constexpr (op == kLeakyRelu) put(out, i, get(x, i) >= 0 ? get(x, i) : (W)(get(x, i) * k));
     else if constexpr (op == kDuplicate) out[i] = *static_cast<const T*>(s);
     else if constexpr (op == kShiftLeft) out[i] = wide ? T(0) : (T)((Unsigned<T>)x[i] << k);
-    else out[i] = (T)(x[i] >> (wide ? (T)(8 * sizeof(T) - 1) : k)) & (T)(wide && T(-1) > T(0) ? 0 : -1);  // arithmetic for signed types
+    else
+      out[i] = (T)(x[i] >> (wide ? (T)(8 * sizeof(T) - 1) : k)) &
+               (T)(wide && T(-1) > T(0) ? 0 : -1);  // arithmetic for signed types
   }
 }
 
@@ -153,11 +162,16 @@ template <CompareOp op, class T> void compare(uint8_t* bytes, const void* a, con
   const auto *x = static_cast<const T*>(a), *y = static_cast<const T*>(b);
   for (size_t i = 0; i < n; ++i) {
     const auto p = get(x, i), q = get(y, i);
-    bytes[i] = op == kLt ? p < q : op == kGt ? p > q : op == kEq ? p == q : op == kLe ? p <= q : op == kGe ? p >= q : p != q;
+    bytes[i] = op == kLt   ? p < q
+               : op == kGt ? p > q
+               : op == kEq ? p == q
+               : op == kLe ? p <= q
+               : op == kGe ? p >= q
+                           : p != q;
   }
 }
 
-// ---- conversions ---------------------------------------------------------------------------------------------------
+// ---- conversions --------------------------------------------------------------------------------------------------
 
 template <class T> inline T saturate(double x) {
   constexpr double low = (double)std::numeric_limits<T>::min(), high = (double)std::numeric_limits<T>::max();
@@ -191,7 +205,8 @@ template <Type from> inline Wide read(const void* a, size_t i) {
   else if constexpr (from == E4M3) return {from_e4m3(static_cast<const uint8_t*>(a)[i]), 0};
   else if constexpr (from == E5M2) return {from_e5m2(static_cast<const uint8_t*>(a)[i]), 0};
   else if constexpr (from == E8M0) return {from_e8m0(static_cast<const uint8_t*>(a)[i]), 0};
-  else if constexpr (from == E2M1X2) return {from_e2m1((uint8_t)(static_cast<const uint8_t*>(a)[i / 2] >> (i % 2 * 4))), 0};
+  else if constexpr (from == E2M1X2)
+    return {from_e2m1((uint8_t)(static_cast<const uint8_t*>(a)[i / 2] >> (i % 2 * 4))), 0};
   else if constexpr (from == I32) return {0, static_cast<const int32_t*>(a)[i]};
   else if constexpr (from == U32) return {0, static_cast<const uint32_t*>(a)[i]};
   else if constexpr (from == I16) return {0, static_cast<const int16_t*>(a)[i]};
@@ -211,7 +226,7 @@ struct SmallTable {  // every code of an 8-bit format
 
 template <Type to, Type from> void convert(void* d, const void* a, RoundMode mode, size_t n) {
   if constexpr (from == BF16 && to == F32) {
-    for (size_t i = 0; i < n; ++i) static_cast<uint32_t*>(d)[i] = (uint32_t) static_cast<const uint16_t*>(a)[i] << 16;
+    for (size_t i = 0; i < n; ++i) static_cast<uint32_t*>(d)[i] = (uint32_t)static_cast<const uint16_t*>(a)[i] << 16;
     return;
   }
   if constexpr (from == E4M3 && to == F32) {
@@ -233,7 +248,9 @@ template <Type to, Type from> void convert(void* d, const void* a, RoundMode mod
     const Wide x = read<from>(a, i);
     float f = x.f;
     if constexpr (!is_float(from) && is_float(to)) f = to == F32 ? int_to_float(x.i, mode) : (float)x.i;
-    if constexpr (to == F32) static_cast<float*>(d)[i] = from == F32 && f == f && __builtin_fabsf(f) < 8388608.0f ? __builtin_copysignf((float)whole(f, mode), f) : f;
+    if constexpr (to == F32)
+      static_cast<float*>(d)[i] =
+          from == F32 && f == f && __builtin_fabsf(f) < 8388608.0f ? __builtin_copysignf((float)whole(f, mode), f) : f;
     else if constexpr (to == F16) static_cast<uint16_t*>(d)[i] = to_half(f, mode);
     else if constexpr (to == BF16) static_cast<uint16_t*>(d)[i] = to_bf16(f, mode);
     else if constexpr (to == E4M3) static_cast<uint8_t*>(d)[i] = to_e4m3(f, mode);
@@ -242,8 +259,15 @@ template <Type to, Type from> void convert(void* d, const void* a, RoundMode mod
       uint8_t& pair = static_cast<uint8_t*>(d)[i / 2];
       pair = i % 2 ? (uint8_t)((pair & 15) | to_e2m1(f, mode) << 4) : to_e2m1(f, mode);
     } else {
-      using T = std::conditional_t<to == I32, int32_t, std::conditional_t<to == U32, uint32_t, std::conditional_t<to == I16, int16_t,
-                std::conditional_t<to == U16, uint16_t, std::conditional_t<to == I8, int8_t, std::conditional_t<to == U8, uint8_t, int64_t>>>>>>;
+      using T = std::conditional_t<
+          to == I32, int32_t,
+          std::conditional_t<
+              to == U32, uint32_t,
+              std::conditional_t<
+                  to == I16, int16_t,
+                  std::conditional_t<
+                      to == U16, uint16_t,
+                      std::conditional_t<to == I8, int8_t, std::conditional_t<to == U8, uint8_t, int64_t>>>>>>;
       if constexpr (is_float(from)) static_cast<T*>(d)[i] = saturate<T>(whole(f, mode));
       else static_cast<T*>(d)[i] = saturate_int<T>(x.i);
     }
@@ -254,8 +278,20 @@ template <Type to> void convert_from(void* d, const void* a, Type from, RoundMod
 #define TWIN_FROM(type) \
   case type: return convert<to, type>(d, a, mode, n);
   switch (from) {
-    TWIN_FROM(F32) TWIN_FROM(F16) TWIN_FROM(BF16) TWIN_FROM(I32) TWIN_FROM(U32) TWIN_FROM(I16) TWIN_FROM(U16) TWIN_FROM(I8) TWIN_FROM(U8)
-    TWIN_FROM(I64) TWIN_FROM(E4M3) TWIN_FROM(E5M2) TWIN_FROM(E2M1X2) TWIN_FROM(E8M0)
+    TWIN_FROM(F32)
+    TWIN_FROM(F16)
+    TWIN_FROM(BF16)
+    TWIN_FROM(I32)
+    TWIN_FROM(U32)
+    TWIN_FROM(I16)
+    TWIN_FROM(U16)
+    TWIN_FROM(I8)
+    TWIN_FROM(U8)
+    TWIN_FROM(I64)
+    TWIN_FROM(E4M3)
+    TWIN_FROM(E5M2)
+    TWIN_FROM(E2M1X2)
+    TWIN_FROM(E8M0)
     default: return;
   }
 #undef TWIN_FROM
@@ -264,33 +300,49 @@ void cast(void* d, Type to, const void* a, Type from, RoundMode mode, size_t n) 
 #define TWIN_TO(type) \
   case type: return convert_from<type>(d, a, from, mode, n);
   switch (to) {
-    TWIN_TO(F32) TWIN_TO(F16) TWIN_TO(BF16) TWIN_TO(I32) TWIN_TO(U32) TWIN_TO(I16) TWIN_TO(U16) TWIN_TO(I8) TWIN_TO(U8) TWIN_TO(I64)
-    TWIN_TO(E4M3) TWIN_TO(E5M2) TWIN_TO(E2M1X2)
+    TWIN_TO(F32)
+    TWIN_TO(F16)
+    TWIN_TO(BF16)
+    TWIN_TO(I32)
+    TWIN_TO(U32)
+    TWIN_TO(I16)
+    TWIN_TO(U16)
+    TWIN_TO(I8)
+    TWIN_TO(U8)
+    TWIN_TO(I64)
+    TWIN_TO(E4M3)
+    TWIN_TO(E5M2)
+    TWIN_TO(E2M1X2)
     default: return;
   }
 #undef TWIN_TO
 }
 
-// ---- the table -----------------------------------------------------------------------------------------------------
+// ---- the table ----------------------------------------------------------------------------------------------------
 
 template <class T> void fill_type(Lanes& t) {
   constexpr Type c = type_of<T>;
   auto& b = t.binary;
   b[kAnd][c] = binary<kAnd, T>, b[kOr][c] = binary<kOr, T>, b[kXor][c] = binary<kXor, T>;
-  t.unary[kNot][c] = unary<kNot, T>, t.unary[kCopy][c] = unary<kCopy, T>, t.scalar[kDuplicate][c] = scalar<kDuplicate, T>;
-  b[kAdd][c] = binary<kAdd, T>, b[kSub][c] = binary<kSub, T>, b[kMul][c] = binary<kMul, T>, b[kMax][c] = binary<kMax, T>, b[kMin][c] = binary<kMin, T>;
+  t.unary[kNot][c] = unary<kNot, T>, t.unary[kCopy][c] = unary<kCopy, T>,
+  t.scalar[kDuplicate][c] = scalar<kDuplicate, T>;
+  b[kAdd][c] = binary<kAdd, T>, b[kSub][c] = binary<kSub, T>, b[kMul][c] = binary<kMul, T>,
+  b[kMax][c] = binary<kMax, T>, b[kMin][c] = binary<kMin, T>;
   t.unary[kAbs][c] = unary<kAbs, T>, t.unary[kRelu][c] = unary<kRelu, T>, t.unary[kNeg][c] = unary<kNeg, T>;
   auto& s = t.scalar;
-  s[kAdds][c] = scalar<kAdds, T>, s[kMuls][c] = scalar<kMuls, T>, s[kMaxs][c] = scalar<kMaxs, T>, s[kMins][c] = scalar<kMins, T>;
+  s[kAdds][c] = scalar<kAdds, T>, s[kMuls][c] = scalar<kMuls, T>, s[kMaxs][c] = scalar<kMaxs, T>,
+  s[kMins][c] = scalar<kMins, T>;
   auto& k = t.compare;
   k[kLt][c] = compare<kLt, T>, k[kGt][c] = compare<kGt, T>, k[kEq][c] = compare<kEq, T>;
   k[kLe][c] = compare<kLe, T>, k[kGe][c] = compare<kGe, T>, k[kNe][c] = compare<kNe, T>;
   if constexpr (kIsFloat<T>) {
     b[kDiv][c] = binary<kDiv, T>, b[kDivFull][c] = binary<kDivFull, T>, b[kMulAddDst][c] = binary<kMulAddDst, T>;
     auto& u = t.unary;
-    u[kExp][c] = unary<kExp, T>, u[kLn][c] = unary<kLn, T>, u[kReciprocal][c] = unary<kReciprocal, T>, u[kSqrt][c] = unary<kSqrt, T>;
+    u[kExp][c] = unary<kExp, T>, u[kLn][c] = unary<kLn, T>, u[kReciprocal][c] = unary<kReciprocal, T>,
+    u[kSqrt][c] = unary<kSqrt, T>;
     u[kRsqrt][c] = unary<kRsqrt, T>, u[kExpFull][c] = unary<kExpFull, T>, u[kLnFull][c] = unary<kLnFull, T>;
-    u[kReciprocalFull][c] = unary<kReciprocalFull, T>, u[kSqrtFull][c] = unary<kSqrtFull, T>, u[kRsqrtFull][c] = unary<kRsqrtFull, T>;
+    u[kReciprocalFull][c] = unary<kReciprocalFull, T>, u[kSqrtFull][c] = unary<kSqrtFull, T>,
+    u[kRsqrtFull][c] = unary<kRsqrtFull, T>;
     u[kSqrtFast][c] = unary<kSqrtFast, T>, u[kRsqrtFast][c] = unary<kRsqrtFast, T>;
     s[kLeakyRelu][c] = scalar<kLeakyRelu, T>, s[kAxpy][c] = scalar<kAxpy, T>;
   } else {
@@ -301,7 +353,8 @@ template <class T> void fill_type(Lanes& t) {
 
 Lanes build() {
   Lanes t{};
-  fill_type<float>(t), fill_type<half>(t), fill_type<bfloat16_t>(t), fill_type<int32_t>(t), fill_type<uint32_t>(t), fill_type<int16_t>(t);
+  fill_type<float>(t), fill_type<half>(t), fill_type<bfloat16_t>(t), fill_type<int32_t>(t), fill_type<uint32_t>(t),
+      fill_type<int16_t>(t);
   fill_type<uint16_t>(t), fill_type<int8_t>(t), fill_type<uint8_t>(t), fill_type<int64_t>(t), fill_type<uint64_t>(t);
   t.cast = cast;
   return t;

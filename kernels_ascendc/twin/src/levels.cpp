@@ -26,7 +26,8 @@ struct Level {
 };
 
 #define TWIN_TAKE(level) take(#level, level::make_lanes(), level::kShadow, level::multiply, level::transpose_panel)
-Level take(const char* name, Lanes lanes, const ShadowKernels& shadow, decltype(Lanes::multiply) multiply, decltype(Lanes::transpose_panel) transpose) {
+Level take(const char* name, Lanes lanes, const ShadowKernels& shadow, decltype(Lanes::multiply) multiply,
+           decltype(Lanes::transpose_panel) transpose) {
   lanes.multiply = multiply;
   lanes.transpose_panel = transpose;
   return {name, lanes, &shadow};

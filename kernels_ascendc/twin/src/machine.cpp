@@ -20,8 +20,9 @@ const char* const kOpNames[kOps] = {
 };
 
 // Core counts and memory sizes: the vendor compiler's target table.
-const Soc kSocs[] = {{"Ascend950DT_9591", 36, 72}, {"Ascend950PR_9599", 36, 72}, {"Ascend950DT_9581", 32, 64}, {"Ascend950PR_9589", 32, 64},
-                     {"Ascend950DT_9571", 28, 56}, {"Ascend950PR_9579", 28, 56}, {"Ascend950DT_950x", 8, 16},  {"Ascend950PR_950z", 4, 8}};
+const Soc kSocs[] = {{"Ascend950DT_9591", 36, 72}, {"Ascend950PR_9599", 36, 72}, {"Ascend950DT_9581", 32, 64},
+                     {"Ascend950PR_9589", 32, 64}, {"Ascend950DT_9571", 28, 56}, {"Ascend950PR_9579", 28, 56},
+                     {"Ascend950DT_950x", 8, 16},  {"Ascend950PR_950z", 4, 8}};
 
 const Soc* find_soc(const char* name) {
   for (const Soc& soc : kSocs)
@@ -48,15 +49,18 @@ struct MemorySize {
   const char* name;
   uint32_t bytes, readers;
 };
-const MemorySize kCubeMemories[] = {{kL1, "L1", 512 * 1024, 3}, {kL0a, "L0A", 64 * 1024, 1}, {kL0b, "L0B", 64 * 1024, 1},
-                                    {kL0c, "L0C", 256 * 1024, 2}, {kBias, "BiasTable", 4096, 1}, {kFixbuf, "the Fixpipe buffer", 4096, 1},
-                                    {kL0aMx, "L0A_MX", 4096, 1}, {kL0bMx, "L0B_MX", 4096, 1}};
+const MemorySize kCubeMemories[] = {{kL1, "L1", 512 * 1024, 3},    {kL0a, "L0A", 64 * 1024, 1},
+                                    {kL0b, "L0B", 64 * 1024, 1},   {kL0c, "L0C", 256 * 1024, 2},
+                                    {kBias, "BiasTable", 4096, 1}, {kFixbuf, "the Fixpipe buffer", 4096, 1},
+                                    {kL0aMx, "L0A_MX", 4096, 1},   {kL0bMx, "L0B_MX", 4096, 1}};
 const MemorySize kVectorMemories[] = {{kUb, "UB", 248 * 1024, 3}};
 
 void build_memory(Core& core, const MemorySize& size) {
   const size_t blocks = size.bytes / 32;
   Memory& memory = core.memory[size.kind];
-  memory = {size.name, size.kind, static_cast<uint8_t*>(zero_pages(size.bytes)), size.bytes, size.readers, nullptr, nullptr, {}, core.group};
+  memory = {size.name,  size.kind,    static_cast<uint8_t*>(zero_pages(size.bytes)),
+            size.bytes, size.readers, nullptr,
+            nullptr,    {},           core.group};
   memory.writer = static_cast<uint32_t*>(zero_pages(blocks * 4 * 5));
   memory.valid = memory.writer + blocks;
   for (int i = 0; i < 3; ++i) memory.reader[i] = memory.writer + (2 + i) * blocks;
@@ -78,8 +82,10 @@ void build_group(Group& group, int index) {
       pipe.self_ordered = p == kS || p == kV;
       pipe.saved = -1;
     }
-    for (const MemorySize& size : kCubeMemories) core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group};
-    for (const MemorySize& size : kVectorMemories) core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group};
+    for (const MemorySize& size : kCubeMemories)
+      core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group};
+    for (const MemorySize& size : kVectorMemories)
+      core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group};
     if (c == 0)
       for (const MemorySize& size : kCubeMemories) build_memory(core, size);
     else
@@ -164,8 +170,8 @@ static void report_deadlock(Launch& launch) {
   for (Task& task : launch.tasks) {
     if (task.finished) continue;
     char line[512];
-    snprintf(line, sizeof line, " %s waits at %s:%d for %s;", place(*task.core).c_str(), task.waits_at.file, task.waits_at.line,
-             task.waits_for.c_str());
+    snprintf(line, sizeof line, " %s waits at %s:%d for %s;", place(*task.core).c_str(), task.waits_at.file,
+             task.waits_at.line, task.waits_for.c_str());
     if (text.size() + strlen(line) < 900) text += line;
   }
   complain("%s", text.c_str());
@@ -241,7 +247,8 @@ static void clean_after_abort(Launch& launch) {
   }
 }
 
-void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, void (*body)(void*), void* context) {
+void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, void (*body)(void*),
+            void* context) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   timespec begun, ended;
@@ -255,21 +262,21 @@ void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t bl
   running_launch = &launch;
   tracing = stream.trace;
   if (tracing) stream.traced.push_back(name);
-  if (blocks < 0 || (blocks > 0 && blocks > (1 << 20))) complain("%lld blocks cannot be launched", (long long)blocks), blocks = 0;
+  if (blocks < 0 || (blocks > 0 && blocks > (1 << 20)))
+    complain("%lld blocks cannot be launched", (long long)blocks), blocks = 0;
   const int per_group = cubes == 0 ? 2 : 1;
   launch.all_at_once = blocks <= (int64_t)stream.groups * per_group;
   for (int g = 0; g < stream.groups; ++g) {
     bool full = false;
     for (Core& core : group_at(g).core)
-      for (Pipe& pipe : core.pipe) {
-        full = full || pipe.now > kClockMask / 2;
-      }
+      for (Pipe& pipe : core.pipe) { full = full || pipe.now > kClockMask / 2; }
     if (full) restart_clocks(group_at(g));
     for (Core& core : group_at(g).core)
       for (Pipe& pipe : core.pipe) pipe.first = pipe.now, pipe.history.clear();
   }
   for (int64_t first = 0; first < blocks && !launch.aborted; first += (int64_t)stream.groups * per_group) {
-    const int count = (int)(blocks - first < (int64_t)stream.groups * per_group ? blocks - first : (int64_t)stream.groups * per_group);
+    const int count = (int)(blocks - first < (int64_t)stream.groups * per_group ? blocks - first
+                                                                                : (int64_t)stream.groups * per_group);
     const int used = (count + per_group - 1) / per_group;
     launch.start_tasks(count * (cubes == 0 ? 1 : 1 + vectors));
     size_t t = 0;
@@ -284,7 +291,8 @@ void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t bl
       Group& group = group_at(b);
       for (int c = 0; c <= vectors; ++c) {
         Core& core = group.core[c];
-        start_core(core, c == 0 ? block : block * vectors + c - 1, (int)blocks, c == 0 ? 0 : c - 1, vectors > 0 ? vectors : 1);
+        start_core(core, c == 0 ? block : block * vectors + c - 1, (int)blocks, c == 0 ? 0 : c - 1,
+                   vectors > 0 ? vectors : 1);
         launch.tasks[t++].core = &core;
       }
     }

@@ -36,10 +36,13 @@ struct Packed {
   py::object keep[2];
 };
 
-const std::pair<const char*, int64_t> kCodes[] = {{"fp8_32", DI_FP8_32}, {"fp4_16", DI_FP4_16}, {"mxfp4_32", DI_MXFP4_32},
-                                                  {"f32", DI_ROW_F32}, {"coupled", DI_COUPLED}, {"rejection", DI_REJECTION}};
+const std::pair<const char*, int64_t> kCodes[] = {{"fp8_32", DI_FP8_32},     {"fp4_16", DI_FP4_16},
+                                                  {"mxfp4_32", DI_MXFP4_32}, {"f32", DI_ROW_F32},
+                                                  {"coupled", DI_COUPLED},   {"rejection", DI_REJECTION}};
 
-int64_t item_bytes(int dtype) { return dtype == DI_U8 ? 1 : dtype == DI_BF16 ? 2 : dtype == DI_I64 || dtype == DI_F64 ? 8 : 4; }
+int64_t item_bytes(int dtype) {
+  return dtype == DI_U8 ? 1 : dtype == DI_BF16 ? 2 : dtype == DI_I64 || dtype == DI_F64 ? 8 : 4;
+}
 
 void allow(const di_tensor& t, const char* what) {
   if (t.data == nullptr) return;
@@ -64,7 +67,9 @@ class Kernel {
   void call(const py::args& args, const py::kwargs& kwargs) const {
     twin::Stream* stream = twin::stream_of(nullptr);
     std::vector<py::object> values(names_.size(), py::none());
-    if (args.size() > names_.size()) raise(bad_call, op_ + ": takes " + std::to_string(names_.size()) + " arguments, got " + std::to_string(args.size()));
+    if (args.size() > names_.size())
+      raise(bad_call,
+            op_ + ": takes " + std::to_string(names_.size()) + " arguments, got " + std::to_string(args.size()));
     for (size_t i = 0; i < args.size(); ++i) values[i] = args[i];
     for (const auto& item : kwargs) {
       const std::string name = py::str(item.first);
@@ -88,7 +93,8 @@ class Kernel {
     twin::forget_regions();
     for (size_t i = 0; i < values.size(); ++i) read(values[i], i, tensors, ints, reals);
     static const size_t kWorkspace = 64u << 20;
-    static std::unique_ptr<uint8_t, void (*)(void*)> workspace(static_cast<uint8_t*>(aligned_alloc(512, kWorkspace)), free);
+    static std::unique_ptr<uint8_t, void (*)(void*)> workspace(static_cast<uint8_t*>(aligned_alloc(512, kWorkspace)),
+                                                               free);
     twin::add_region(workspace.get(), kWorkspace, "workspace");
     stream->report.clear();
     stream->problems = 0;
@@ -98,24 +104,25 @@ class Kernel {
     int status;
     try {
       status = kernel_(tensors.data(), (int)tensors.size(), &params, stream, workspace.get(), kWorkspace, &error);
-    } catch (const std::runtime_error& problem) {
-      raise(failed, op_ + ": " + problem.what());
-    }
+    } catch (const std::runtime_error& problem) { raise(failed, op_ + ": " + problem.what()); }
     if (stream->problems != 0) raise(failed, op_ + " on the twin: " + stream->report);
     if (status != DI_OK) raise(status == DI_BAD_CALL ? bad_call : failed, error.message);
   }
 
-  void read(const py::object& value, size_t i, std::vector<di_tensor>& tensors, std::vector<int64_t>& ints, std::vector<double>& reals) const {
+  void read(const py::object& value, size_t i, std::vector<di_tensor>& tensors, std::vector<int64_t>& ints,
+            std::vector<double>& reals) const {
     const auto refuse = [&](const char* what) { raise(bad_call, op_ + ": " + names_[i] + " must be " + what); };
     di_tensor t{};
     switch (kinds_[i]) {
       case 't':
-        if (!value.is_none() && (!PyObject_TypeCheck(value.ptr(), tensor_type) || !reader.read(value.ptr(), &t))) refuse("a dense tensor in host memory");
+        if (!value.is_none() && (!PyObject_TypeCheck(value.ptr(), tensor_type) || !reader.read(value.ptr(), &t)))
+          refuse("a dense tensor in host memory");
         tensors.push_back(t);
         return allow(t, names_[i].c_str());
       case 'w': {
         if (value.is_none()) return tensors.insert(tensors.end(), 2, t), void();
-        if (!py::hasattr(value, "native") || !py::isinstance<Packed>(value.attr("native"))) refuse("a weight handle that this backend prepared");
+        if (!py::hasattr(value, "native") || !py::isinstance<Packed>(value.attr("native")))
+          refuse("a weight handle that this backend prepared");
         const auto& packed = value.attr("native").cast<const Packed&>();
         tensors.push_back(packed.values), tensors.push_back(packed.scales);
         allow(packed.memory[0], names_[i].c_str());
@@ -146,20 +153,25 @@ di_kernel find(const std::string& op) {
   return reinterpret_cast<di_kernel>(dlsym(library, ("di_" + op).c_str()));
 }
 
-std::unique_ptr<twin::Stream> make_stream(const std::string& soc, int cores, uint64_t seed, bool trace, bool ordered_atomics) {
+std::unique_ptr<twin::Stream> make_stream(const std::string& soc, int cores, uint64_t seed, bool trace,
+                                          bool ordered_atomics) {
   const twin::Soc* chip = twin::find_soc(soc.c_str());
   if (chip == nullptr) throw py::value_error("no chip is named " + soc);
-  if (cores < 0 || cores > chip->cubes) throw py::value_error(soc + " has " + std::to_string(chip->cubes) + " cube cores, " + std::to_string(cores) + " were asked for");
-  return std::unique_ptr<twin::Stream>(new twin::Stream{chip, cores == 0 ? chip->cubes : cores, seed, trace, ordered_atomics, {}, {}, {}, 0, 0.0});
+  if (cores < 0 || cores > chip->cubes)
+    throw py::value_error(soc + " has " + std::to_string(chip->cubes) + " cube cores, " + std::to_string(cores) +
+                          " were asked for");
+  return std::unique_ptr<twin::Stream>(
+      new twin::Stream{chip, cores == 0 ? chip->cubes : cores, seed, trace, ordered_atomics, {}, {}, {}, 0, 0.0});
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_twin, m) {
   m.doc() = "AscendC kernels of deepinfer on a functional model of an Ascend 950";
-  py::class_<twin::Stream>(m, "Stream", "Where kernels run: a chip by name, its cube cores in use (0 = all), the scheduler's seed.")
-      .def(py::init(&make_stream), py::arg("soc") = "Ascend950DT_9591", py::arg("cores") = 0, py::arg("seed") = 1, py::arg("trace") = false,
-           py::arg("ordered_atomics") = true)
+  py::class_<twin::Stream>(m, "Stream",
+                           "Where kernels run: a chip by name, its cube cores in use (0 = all), the scheduler's seed.")
+      .def(py::init(&make_stream), py::arg("soc") = "Ascend950DT_9591", py::arg("cores") = 0, py::arg("seed") = 1,
+           py::arg("trace") = false, py::arg("ordered_atomics") = true)
       .def_readonly("cores", &twin::Stream::groups)
       .def_readonly("report", &twin::Stream::report)
       .def_readonly("problems", &twin::Stream::problems)
@@ -181,30 +193,40 @@ PYBIND11_MODULE(_twin, m) {
     bad_call = bad, failed = fail;
   });
   m.def("has", [](const std::string& op) { return find(op) != nullptr; }, "Whether the library exports di_<op>.");
-  m.def("bind", [](const std::string& op, const std::string& kinds, const std::vector<std::string>& names) {
-    const di_kernel kernel = find(op);
-    if (kernel == nullptr) throw py::key_error("no kernel is named " + op);
-    if (kinds.size() != names.size()) throw py::value_error(op + ": kinds and names differ in length");
-    return Kernel(op, kinds, names, kernel);
-  }, "bind(op, kinds, names): a callable; kinds has one of t w i d s for each argument. `stream=` picks a Stream.");
-  m.def("packed_ref", [](const py::object& values, const py::object& scales, int layout, const std::vector<int64_t>& shape) {
-    auto packed = std::make_unique<Packed>();
-    *packed = {};
-    packed->keep[0] = values, packed->keep[1] = scales;
-    if (!reader.read(values.ptr(), &packed->values)) throw py::type_error("values must be a dense tensor");
-    if (!scales.is_none() && !reader.read(scales.ptr(), &packed->scales)) throw py::type_error("scales must be a dense tensor");
-    packed->memory[0] = packed->values, packed->memory[1] = packed->scales;
-    if (shape.size() > DI_MAX_DIMS) throw py::value_error("a weight has at most 5 dimensions");
-    packed->values.layout = packed->scales.layout = layout;
-    packed->values.ndim = static_cast<int32_t>(shape.size());
-    for (size_t i = 0; i < shape.size(); ++i) packed->values.shape[i] = shape[i];
-    return packed;
-  }, "packed_ref(values, scales, layout, logical_shape): what calls see of a weight.");
-  m.def("ops", [] {
-    std::vector<std::string> names;
-    for (const char* name : twin::kOpNames) names.emplace_back(name);
-    return names;
-  }, "Names of instructions, by the numbers that traces use.");
+  m.def(
+      "bind",
+      [](const std::string& op, const std::string& kinds, const std::vector<std::string>& names) {
+        const di_kernel kernel = find(op);
+        if (kernel == nullptr) throw py::key_error("no kernel is named " + op);
+        if (kinds.size() != names.size()) throw py::value_error(op + ": kinds and names differ in length");
+        return Kernel(op, kinds, names, kernel);
+      },
+      "bind(op, kinds, names): a callable; kinds has one of t w i d s for each argument. `stream=` picks a Stream.");
+  m.def(
+      "packed_ref",
+      [](const py::object& values, const py::object& scales, int layout, const std::vector<int64_t>& shape) {
+        auto packed = std::make_unique<Packed>();
+        *packed = {};
+        packed->keep[0] = values, packed->keep[1] = scales;
+        if (!reader.read(values.ptr(), &packed->values)) throw py::type_error("values must be a dense tensor");
+        if (!scales.is_none() && !reader.read(scales.ptr(), &packed->scales))
+          throw py::type_error("scales must be a dense tensor");
+        packed->memory[0] = packed->values, packed->memory[1] = packed->scales;
+        if (shape.size() > DI_MAX_DIMS) throw py::value_error("a weight has at most 5 dimensions");
+        packed->values.layout = packed->scales.layout = layout;
+        packed->values.ndim = static_cast<int32_t>(shape.size());
+        for (size_t i = 0; i < shape.size(); ++i) packed->values.shape[i] = shape[i];
+        return packed;
+      },
+      "packed_ref(values, scales, layout, logical_shape): what calls see of a weight.");
+  m.def(
+      "ops",
+      [] {
+        std::vector<std::string> names;
+        for (const char* name : twin::kOpNames) names.emplace_back(name);
+        return names;
+      },
+      "Names of instructions, by the numbers that traces use.");
   m.def("level", [] { return std::string(twin::lanes_level()); });
   m.def("set_level", [](const std::string& name) { return std::string(twin::set_lanes_level(name.c_str())); });
 }

@@ -71,14 +71,18 @@ static void learn(Pipe& pipe, const Snapshot& from) {
   pipe.saved = -1;
 }
 
-static void trace_row(const Pipe& pipe, Op op, Where where, uint32_t source, uint32_t clock, uint32_t bytes, uint64_t work) {
+static void trace_row(const Pipe& pipe, Op op, Where where, uint32_t source, uint32_t clock, uint32_t bytes,
+                      uint64_t work) {
   const int group = pipe.core->group->index;
   Stream& stream = *running_launch->stream;
-  stream.rows.push_back({(uint16_t)(group * 3 + pipe.core->kind), pipe.id, op, (uint16_t)(group * 3 + (int)(source >> 8)), (uint16_t)(source & 255),
+  stream.rows.push_back({(uint16_t)(group * 3 + pipe.core->kind), pipe.id, op,
+                         (uint16_t)(group * 3 + (int)(source >> 8)), (uint16_t)(source & 255),
                          (uint16_t)(stream.traced.size() - 1), pipe.now, clock, (uint32_t)where.line, bytes, work});
 }
 
-void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work) { trace_row(pipe, op, where, 0, 0, bytes, work); }
+void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work) {
+  trace_row(pipe, op, where, 0, 0, bytes, work);
+}
 
 void acquire(Pipe& pipe, const Snapshot& from, Where where) {
   if (pipe.id == kS) return acquire_by_core(*pipe.core, from, where);
@@ -112,8 +116,8 @@ void finish_block(Core& core) {
   for (int i = 0; i < 512; ++i) {
     Flag& flag = core.flags[i];
     if (!flag.set) continue;
-    complain("%s: the flag set at %s:%d is never waited for; SetFlag and WaitFlag come in pairs", place(core).c_str(), flag.where.file,
-             flag.where.line);
+    complain("%s: the flag set at %s:%d is never waited for; SetFlag and WaitFlag come in pairs", place(core).c_str(),
+             flag.where.file, flag.where.line);
     flag.set = false;
   }
 }
@@ -123,14 +127,17 @@ void finish_wave(Launch& launch) {
     for (int id = 0; id < 32; ++id) {
       CrossFlag& flag = task.core->cross[id];
       if (!launch.aborted && !flag.ready.empty())
-        complain("%s: %zu CrossCoreSetFlag of id %d were never waited for", place(*task.core).c_str(), flag.ready.size(), id);
+        complain("%s: %zu CrossCoreSetFlag of id %d were never waited for", place(*task.core).c_str(),
+                 flag.ready.size(), id);
       flag.ready.clear();
     }
     task.core->cross_sync.ready.clear();
   }
   for (size_t i = 0; i < launch.rounds.size(); ++i)
     if (!launch.rounds[i].empty()) {
-      if (!launch.aborted) complain("%zu CrossCoreSetFlag of id %d wait for partners that never set theirs", launch.rounds[i].size(), (int)(i % 33));
+      if (!launch.aborted)
+        complain("%zu CrossCoreSetFlag of id %d wait for partners that never set theirs", launch.rounds[i].size(),
+                 (int)(i % 33));
       launch.rounds[i].clear();
     }
 }

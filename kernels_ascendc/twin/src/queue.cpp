@@ -9,7 +9,9 @@ namespace {
 
 const char* const kPipeNames[] = {"S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX", "?"};
 
-void event_name(int event, char* text, size_t size) { snprintf(text, size, "%s_%s", kPipeNames[event / 8], kPipeNames[event % 8]); }
+void event_name(int event, char* text, size_t size) {
+  snprintf(text, size, "%s_%s", kPipeNames[event / 8], kPipeNames[event % 8]);
+}
 
 Flag& flag_of(int event, int32_t id, const char* op, Where where) {
   if (id < 0 || id > 7) give_up("%s at %s:%d: event ids are 0 to 7, got %d", op, where.file, where.line, id);
@@ -24,8 +26,8 @@ void set_flag(int event, int32_t id, Where where) {
   if (flag.set) {
     char name[16];
     event_name(event, name, sizeof name);
-    complain("SetFlag<%s>(%d) at %s:%d on %s: the flag is set already, at %s:%d, and nothing has waited for it", name, id, where.file, where.line,
-             place(*current).c_str(), flag.where.file, flag.where.line);
+    complain("SetFlag<%s>(%d) at %s:%d on %s: the flag is set already, at %s:%d, and nothing has waited for it", name,
+             id, where.file, where.line, place(*current).c_str(), flag.where.file, flag.where.line);
   }
   flag.set = true;
   flag.where = where;
@@ -39,8 +41,8 @@ void wait_flag(int event, int32_t id, Where where) {
   if (!flag.set) {
     char name[16];
     event_name(event, name, sizeof name);
-    give_up("deadlock: WaitFlag<%s>(%d) at %s:%d on %s waits for a flag that no SetFlag before it has set", name, id, where.file, where.line,
-            place(*current).c_str());
+    give_up("deadlock: WaitFlag<%s>(%d) at %s:%d on %s waits for a flag that no SetFlag before it has set", name, id,
+            where.file, where.line, place(*current).c_str());
   }
   flag.set = false;
   acquire(pipe, flag.released, where);
@@ -62,19 +64,21 @@ int32_t take_event_id(int event) {
     }
   give_up("all 8 event ids of one kind are taken on %s; ReleaseEventID gives them back", place(*current).c_str());
 }
-void give_event_id(int event, int32_t id) { current->event_ids[event] &= (uint8_t) ~(1 << id); }
+void give_event_id(int event, int32_t id) { current->event_ids[event] &= (uint8_t)~(1 << id); }
 
 uint32_t reserve(AscendC::TPosition position, uint32_t bytes, Where where) {
   Memory& memory = memory_at(*current, position);
   uint32_t& taken = current->allocated[memory.kind];
   const uint32_t rounded = (bytes + 31) / 32 * 32, offset = taken;
   if ((uint64_t)taken + rounded > memory.bytes)
-    give_up("InitBuffer at %s:%d: %s has %u bytes, %u are taken and %u more asked for", where.file, where.line, memory.name, memory.bytes, taken, rounded);
+    give_up("InitBuffer at %s:%d: %s has %u bytes, %u are taken and %u more asked for", where.file, where.line,
+            memory.name, memory.bytes, taken, rounded);
   taken += rounded;
   return offset;
 }
 
-void init_queue(QueueState& queue, Slot* slots, AscendC::TPosition position, int count, int depth, uint32_t bytes, Where where) {
+void init_queue(QueueState& queue, Slot* slots, AscendC::TPosition position, int count, int depth, uint32_t bytes,
+                Where where) {
   queue = {&memory_at(*current, position), slots, count, depth, 0, 0, 0, {}};
   for (int i = 0; i < count; ++i) {
     slots[i].offset = reserve(position, bytes, where);
@@ -85,8 +89,10 @@ void init_queue(QueueState& queue, Slot* slots, AscendC::TPosition position, int
 }
 
 static Slot& slot_of(QueueState& queue, int slot, const char* op, Where where) {
-  if (queue.slots == nullptr) give_up("%s at %s:%d: the queue has no buffers; InitBuffer comes first", op, where.file, where.line);
-  if (slot < 0 || slot >= queue.count) give_up("%s at %s:%d: the tensor was not given out by this queue", op, where.file, where.line);
+  if (queue.slots == nullptr)
+    give_up("%s at %s:%d: the queue has no buffers; InitBuffer comes first", op, where.file, where.line);
+  if (slot < 0 || slot >= queue.count)
+    give_up("%s at %s:%d: the tensor was not given out by this queue", op, where.file, where.line);
   return queue.slots[slot];
 }
 
@@ -95,8 +101,10 @@ int queue_alloc(QueueState& queue, PipeId producer, Where where) {
   Slot& slot = slot_of(queue, queue.head % (queue.count > 0 ? queue.count : 1), "AllocTensor", where);
   const int index = queue.head % queue.count;
   if (slot.state != Slot::kFree)
-    give_up("deadlock: AllocTensor at %s:%d on %s waits for one of %d buffers, and all are in use; FreeTensor gives them back", where.file, where.line,
-            place(*current).c_str(), queue.count);
+    give_up(
+        "deadlock: AllocTensor at %s:%d on %s waits for one of %d buffers, and all are in use; FreeTensor gives them "
+        "back",
+        where.file, where.line, place(*current).c_str(), queue.count);
   Pipe& pipe = begin(producer, op_AllocTensor, where);
   if (slot.has_release) acquire(pipe, slot.released, where);
   slot.state = Slot::kTaken;
@@ -107,9 +115,12 @@ int queue_alloc(QueueState& queue, PipeId producer, Where where) {
 
 void queue_enque(QueueState& queue, int index, PipeId producer, Where where) {
   Slot& slot = slot_of(queue, index, "EnQue", where);
-  if (slot.state != Slot::kTaken) give_up("EnQue at %s:%d: the tensor is not one that AllocTensor gave out and that is still held", where.file, where.line);
+  if (slot.state != Slot::kTaken)
+    give_up("EnQue at %s:%d: the tensor is not one that AllocTensor gave out and that is still held", where.file,
+            where.line);
   if (queue.depth > 0 && queue.queued >= queue.depth && queue.queued >= queue.count)
-    give_up("EnQue at %s:%d: %d tensors are in the queue, its depth is %d", where.file, where.line, queue.queued, queue.depth);
+    give_up("EnQue at %s:%d: %d tensors are in the queue, its depth is %d", where.file, where.line, queue.queued,
+            queue.depth);
   Pipe& pipe = begin(producer, op_EnQue, where);
   slot.released = release(pipe);
   slot.state = Slot::kQueued;
@@ -118,7 +129,9 @@ void queue_enque(QueueState& queue, int index, PipeId producer, Where where) {
 
 int queue_deque(QueueState& queue, PipeId consumer, Where where) {
   slot_of(queue, 0, "DeQue", where);
-  if (queue.queued == 0) give_up("deadlock: DeQue at %s:%d on %s waits for a tensor, and none is in the queue", where.file, where.line, place(*current).c_str());
+  if (queue.queued == 0)
+    give_up("deadlock: DeQue at %s:%d on %s waits for a tensor, and none is in the queue", where.file, where.line,
+            place(*current).c_str());
   const int index = queue.order[queue.tail];
   queue.tail = (queue.tail + 1) % 64;
   --queue.queued;
@@ -130,7 +143,8 @@ int queue_deque(QueueState& queue, PipeId consumer, Where where) {
 
 void queue_free(QueueState& queue, int index, PipeId consumer, Where where) {
   Slot& slot = slot_of(queue, index, "FreeTensor", where);
-  if (slot.state == Slot::kFree || slot.state == Slot::kQueued) give_up("FreeTensor at %s:%d: the tensor is not held", where.file, where.line);
+  if (slot.state == Slot::kFree || slot.state == Slot::kQueued)
+    give_up("FreeTensor at %s:%d: the tensor is not held", where.file, where.line);
   Pipe& pipe = begin(consumer, op_FreeTensor, where);
   slot.released = release(pipe);
   slot.has_release = true;

@@ -16,27 +16,73 @@ struct Best {
 
 double item(const uint8_t* p, Type type, int64_t i) {
   switch (type) {
-    case F32: { float x; memcpy(&x, p + i * 4, 4); return x; }
-    case F16: { uint16_t h; memcpy(&h, p + i * 2, 2); return from_half(h); }
-    case I32: { int32_t x; memcpy(&x, p + i * 4, 4); return x; }
-    case U32: { uint32_t x; memcpy(&x, p + i * 4, 4); return x; }
-    case I16: { int16_t x; memcpy(&x, p + i * 2, 2); return x; }
-    default: { uint16_t x; memcpy(&x, p + i * 2, 2); return x; }
+    case F32: {
+      float x;
+      memcpy(&x, p + i * 4, 4);
+      return x;
+    }
+    case F16: {
+      uint16_t h;
+      memcpy(&h, p + i * 2, 2);
+      return from_half(h);
+    }
+    case I32: {
+      int32_t x;
+      memcpy(&x, p + i * 4, 4);
+      return x;
+    }
+    case U32: {
+      uint32_t x;
+      memcpy(&x, p + i * 4, 4);
+      return x;
+    }
+    case I16: {
+      int16_t x;
+      memcpy(&x, p + i * 2, 2);
+      return x;
+    }
+    default: {
+      uint16_t x;
+      memcpy(&x, p + i * 2, 2);
+      return x;
+    }
   }
 }
 void put_item(uint8_t* p, Type type, double x) {
   switch (type) {
-    case F32: { const float f = (float)x; memcpy(p, &f, 4); return; }
-    case F16: { const uint16_t h = to_half((float)x); memcpy(p, &h, 2); return; }
-    case I32: { const int32_t v = (int32_t)(int64_t)x; memcpy(p, &v, 4); return; }
-    case U32: { const uint32_t v = (uint32_t)(int64_t)x; memcpy(p, &v, 4); return; }
-    default: { const uint16_t v = (uint16_t)(int64_t)x; memcpy(p, &v, 2); return; }
+    case F32: {
+      const float f = (float)x;
+      memcpy(p, &f, 4);
+      return;
+    }
+    case F16: {
+      const uint16_t h = to_half((float)x);
+      memcpy(p, &h, 2);
+      return;
+    }
+    case I32: {
+      const int32_t v = (int32_t)(int64_t)x;
+      memcpy(p, &v, 4);
+      return;
+    }
+    case U32: {
+      const uint32_t v = (uint32_t)(int64_t)x;
+      memcpy(p, &v, 4);
+      return;
+    }
+    default: {
+      const uint16_t v = (uint16_t)(int64_t)x;
+      memcpy(p, &v, 2);
+      return;
+    }
   }
 }
 
 void need_type(Op op, Type type, bool with_integers, Where where) {
-  if (type == F32 || type == F16 || (with_integers && (type == I32 || type == U32 || type == I16 || type == U16))) return;
-  give_up("%s at %s:%d: the device has no such instruction for %s", kOpNames[op], where.file, where.line, kTypeNames[type]);
+  if (type == F32 || type == F16 || (with_integers && (type == I32 || type == U32 || type == I16 || type == U16)))
+    return;
+  give_up("%s at %s:%d: the device has no such instruction for %s", kOpNames[op], where.file, where.line,
+          kTypeNames[type]);
 }
 
 // Neighbours are added first, then the sums of neighbours, and so on; each sum is rounded to the type.
@@ -66,7 +112,8 @@ double sum_of_lanes(const uint8_t* lanes_of_repeat, Type type, const uint64_t* m
   return sum;
 }
 
-Best best_of_lanes(const uint8_t* lanes_of_repeat, Type type, const uint64_t* mask, int first, int count, bool maximum) {
+Best best_of_lanes(const uint8_t* lanes_of_repeat, Type type, const uint64_t* mask, int first, int count,
+                   bool maximum) {
   Best best{0, 0, false};
   for (int i = first; i < first + count; ++i) {
     if (!(mask[i / 64] >> (i % 64) & 1)) continue;
@@ -85,8 +132,13 @@ Repeats repeats_of(const Walk& walk, Type type) {
   const int lanes_per_repeat = 256 / kTypeBytes[type];
   if (walk.count < 0) return {walk.repeats, lanes_per_repeat, {walk.mask[0], walk.mask[1]}};
   const int64_t n = walk.count;
-  const int repeats = (int)((n + lanes_per_repeat - 1) / lanes_per_repeat), rest = (int)(n - (int64_t)(repeats - 1) * lanes_per_repeat);
-  return {repeats, lanes_per_repeat, {rest >= 64 ? ~0ull : (1ull << rest) - 1, rest >= 128 ? ~0ull : rest > 64 ? (1ull << (rest - 64)) - 1 : 0}};
+  const int repeats = (int)((n + lanes_per_repeat - 1) / lanes_per_repeat),
+            rest = (int)(n - (int64_t)(repeats - 1) * lanes_per_repeat);
+  return {repeats,
+          lanes_per_repeat,
+          {rest >= 64 ? ~0ull : (1ull << rest) - 1, rest >= 128 ? ~0ull
+                                                    : rest > 64 ? (1ull << (rest - 64)) - 1
+                                                                : 0}};
 }
 
 void store_item(Pipe& pipe, View d, Type type, double x, Where) {
@@ -102,18 +154,26 @@ void store_best(Pipe& pipe, View d, Type type, const Best& best, ReduceOrder ord
   switch (order) {
     case ReduceOrder::ORDER_ONLY_VALUE: return store_item(pipe, d, type, best.value, where);
     case ReduceOrder::ORDER_ONLY_INDEX: return put_index(d.offset, 4);
-    case ReduceOrder::ORDER_VALUE_INDEX: store_item(pipe, d, type, best.value, where); return put_index(d.offset + size, size);
-    default: put_index(d.offset, size); d.offset += size; return store_item(pipe, d, type, best.value, where);
+    case ReduceOrder::ORDER_VALUE_INDEX:
+      store_item(pipe, d, type, best.value, where);
+      return put_index(d.offset + size, size);
+    default:
+      put_index(d.offset, size);
+      d.offset += size;
+      return store_item(pipe, d, type, best.value, where);
   }
 }
 
 int order_bytes(ReduceOrder order, Type type) {
-  return order == ReduceOrder::ORDER_ONLY_VALUE ? kTypeBytes[type] : order == ReduceOrder::ORDER_ONLY_INDEX ? 4 : 2 * kTypeBytes[type];
+  return order == ReduceOrder::ORDER_ONLY_VALUE   ? kTypeBytes[type]
+         : order == ReduceOrder::ORDER_ONLY_INDEX ? 4
+                                                  : 2 * kTypeBytes[type];
 }
 
 }  // namespace
 
-Walk reduce_walk(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, int block_stride, int repeat_stride, Type type, Where where) {
+Walk reduce_walk(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, int block_stride, int repeat_stride,
+                 Type type, Where where) {
   Walk walk = sliced(mask, by_bit, set_mask, repeats, AscendC::UnaryRepeatParams(), type, where);
   walk.block_stride[1] = (uint16_t)block_stride;
   walk.repeat_stride[1] = (uint16_t)repeat_stride;
@@ -126,7 +186,8 @@ void reduce_all(Op op, Reduction r, Type type, View d, View a, const Walk& walk,
   need_vector_operand(pipe, a, "the source");
   const Repeats repeats = repeats_of(walk, type);
   const uint64_t whole[2] = {~0ull, ~0ull};
-  const uint8_t* flat = walk.count >= 0 ? load(pipe, *a.memory, a.offset, lane_bytes(type, walk.count), "the source") : nullptr;
+  const uint8_t* flat =
+      walk.count >= 0 ? load(pipe, *a.memory, a.offset, lane_bytes(type, walk.count), "the source") : nullptr;
   std::vector<float> sums;
   Best best{0, 0, false};
   for (int i = 0; i < repeats.count; ++i) {
@@ -162,14 +223,18 @@ void reduce_repeats(Op op, Reduction r, Type type, View d, View a, const Walk& w
   const ReduceOrder order = r.how == ReduceType::SUM ? ReduceOrder::ORDER_ONLY_VALUE : r.order;
   const int unit = order_bytes(order, type);
   if (d.offset % (uint64_t)unit != 0)
-    give_up("%s at %s:%d: the destination starts at byte %llu, and must start at a multiple of %d", kOpNames[op], where.file, where.line,
-            (unsigned long long)d.offset, unit);
+    give_up("%s at %s:%d: the destination starts at byte %llu, and must start at a multiple of %d", kOpNames[op],
+            where.file, where.line, (unsigned long long)d.offset, unit);
   for (int i = 0; i < repeats.count; ++i) {
     uint8_t lanes_of_repeat[256] = {};
     gather_repeat(pipe, a, type, walk, 1, i, lanes_of_repeat, "the source");
     const View to{d.memory, d.offset + (uint64_t)i * (uint64_t)target_stride * (uint64_t)unit};
-    if (r.how == ReduceType::SUM) store_item(pipe, to, type, sum_of_lanes(lanes_of_repeat, type, walk.mask, 0, repeats.lanes), where);
-    else store_best(pipe, to, type, best_of_lanes(lanes_of_repeat, type, walk.mask, 0, repeats.lanes, r.how == ReduceType::MAX), order, where);
+    if (r.how == ReduceType::SUM)
+      store_item(pipe, to, type, sum_of_lanes(lanes_of_repeat, type, walk.mask, 0, repeats.lanes), where);
+    else
+      store_best(pipe, to, type,
+                 best_of_lanes(lanes_of_repeat, type, walk.mask, 0, repeats.lanes, r.how == ReduceType::MAX), order,
+                 where);
   }
   done(pipe, op, where, (uint32_t)repeats.count * 256, (uint64_t)repeats.count * (uint64_t)repeats.lanes);
 }
@@ -184,9 +249,16 @@ void reduce_blocks(Op op, Reduction r, Type type, View d, View a, const Walk& wa
     gather_repeat(pipe, a, type, walk, 1, i, lanes_of_repeat, "the source");
     for (int block = 0; block < 8; ++block) {
       if (active_bytes(walk, block * per_block, per_block, size) == 0) continue;
-      const View to{d.memory, d.offset + ((uint64_t)i * (uint64_t)target_stride * 8 + (uint64_t)block) * (uint64_t)size};
-      if (r.how == ReduceType::SUM) store_item(pipe, to, type, sum_of_lanes(lanes_of_repeat, type, walk.mask, block * per_block, per_block), where);
-      else store_item(pipe, to, type, best_of_lanes(lanes_of_repeat, type, walk.mask, block * per_block, per_block, r.how == ReduceType::MAX).value, where);
+      const View to{d.memory,
+                    d.offset + ((uint64_t)i * (uint64_t)target_stride * 8 + (uint64_t)block) * (uint64_t)size};
+      if (r.how == ReduceType::SUM)
+        store_item(pipe, to, type, sum_of_lanes(lanes_of_repeat, type, walk.mask, block * per_block, per_block), where);
+      else
+        store_item(
+            pipe, to, type,
+            best_of_lanes(lanes_of_repeat, type, walk.mask, block * per_block, per_block, r.how == ReduceType::MAX)
+                .value,
+            where);
     }
   }
   done(pipe, op, where, (uint32_t)walk.repeats * 256, (uint64_t)walk.repeats * 8 * (uint64_t)per_block);
@@ -198,11 +270,16 @@ void run_brcb(Type type, View d, View a, int repeats, int block_stride, int repe
   need_vector_operand(pipe, d, "the destination");
   need_vector_operand(pipe, a, "the source");
   const int size = kTypeBytes[type];
-  if (size != 2 && size != 4) give_up("Brcb at %s:%d: the device has no such instruction for %s", where.file, where.line, kTypeNames[type]);
+  if (size != 2 && size != 4)
+    give_up("Brcb at %s:%d: the device has no such instruction for %s", where.file, where.line, kTypeNames[type]);
   for (int r = 0; r < repeats; ++r) {
-    const uint8_t* eight = load(pipe, *a.memory, a.offset + (uint64_t)r * 8 * (uint64_t)size, 8 * (uint64_t)size, "the source");
+    const uint8_t* eight =
+        load(pipe, *a.memory, a.offset + (uint64_t)r * 8 * (uint64_t)size, 8 * (uint64_t)size, "the source");
     for (int k = 0; k < 8; ++k) {
-      uint8_t* to = store(pipe, *d.memory, d.offset + ((uint64_t)r * (uint64_t)repeat_stride + (uint64_t)k * (uint64_t)block_stride) * 32, 32, "the destination");
+      uint8_t* to =
+          store(pipe, *d.memory,
+                d.offset + ((uint64_t)r * (uint64_t)repeat_stride + (uint64_t)k * (uint64_t)block_stride) * 32, 32,
+                "the destination");
       for (int i = 0; i < 32; i += size) memcpy(to + i, eight + k * size, (size_t)size);
     }
   }

@@ -8,7 +8,9 @@ namespace twin {
 
 void enter_vector_function(Where where) {
   Core& core = *current;
-  if (core.kind == kCube) give_up("asc_vf_call at %s:%d on %s: only vector cores run vector functions", where.file, where.line, place(core).c_str());
+  if (core.kind == kCube)
+    give_up("asc_vf_call at %s:%d on %s: only vector cores run vector functions", where.file, where.line,
+            place(core).c_str());
   if (core.in_vector_function) give_up("asc_vf_call at %s:%d inside a vector function", where.file, where.line);
   core.in_vector_function = true;
   core.stores_seen = core.pipe[kV].now;
@@ -25,7 +27,9 @@ void reg_barrier(bool store_to_load, Where where) {
 namespace {
 
 Pipe& start(Op op, Where where) {
-  if (!current->in_vector_function) give_up("%s at %s:%d: register instructions belong in a function that asc_vf_call calls", kOpNames[op], where.file, where.line);
+  if (!current->in_vector_function)
+    give_up("%s at %s:%d: register instructions belong in a function that asc_vf_call calls", kOpNames[op], where.file,
+            where.line);
   return begin(kV, op, where);
 }
 
@@ -34,7 +38,8 @@ uint64_t offset_in_ub(const void* address, int alignment, const Pipe& pipe) {
   const uint64_t offset = (uint64_t)(static_cast<const uint8_t*>(address) - ub.data);
   if (offset % (uint64_t)alignment != 0) {
     const Where w = where_now(pipe);
-    give_up("%s at %s:%d: byte %llu of UB, and must be a multiple of %d", op_now(pipe), w.file, w.line, (unsigned long long)offset, alignment);
+    give_up("%s at %s:%d: byte %llu of UB, and must be a multiple of %d", op_now(pipe), w.file, w.line,
+            (unsigned long long)offset, alignment);
   }
   return offset;
 }
@@ -49,12 +54,14 @@ Loaded fetch(Pipe& pipe, const void* address, uint64_t bytes, int alignment) {
   Memory& ub = current->memory[kUb];
   const uint32_t all = pipe.known.at[pipe.tid];
   pipe.known.at[pipe.tid] = current->stores_seen;
-  Loaded got{load_unchecked(pipe, ub, offset, bytes, "the source"), {}};
+  Loaded got;
+  got.data = load_unchecked(pipe, ub, offset, bytes, "the source");
   pipe.known.at[pipe.tid] = all;
   if (offset % 32 == 0 && bytes % 32 == 0) {
     valid_bytes(ub, offset / 32, bytes / 32, reinterpret_cast<uint32_t*>(got.valid));
     return got;
   }
+  memset(got.valid, 0, sizeof got.valid);
   for (uint64_t i = 0; i < bytes; ++i) {
     const uint64_t at = offset + i;
     if (holds(ub, at / 32, 1, 1u << (at % 32))) got.valid[i / 64] |= uint64_t(1) << (i % 64);
@@ -68,7 +75,8 @@ bool valid_at(const Loaded& l, int from, int n) {
 }
 void set_item(Register& d, int at, int n, const uint8_t* value, bool good) {
   memcpy(d.bytes + at, value, (size_t)n);
-  for (int i = at; i < at + n; ++i) good ? d.valid[i / 64] |= uint64_t(1) << (i % 64) : d.valid[i / 64] &= ~(uint64_t(1) << (i % 64));
+  for (int i = at; i < at + n; ++i)
+    good ? d.valid[i / 64] |= uint64_t(1) << (i % 64) : d.valid[i / 64] &= ~(uint64_t(1) << (i % 64));
 }
 
 void complain_unwritten(const Pipe& pipe) {
@@ -81,15 +89,16 @@ void complain_unwritten(const Pipe& pipe) {
 void reg_load(Register& d, const void* address, Load how, int unit, Where where) {
   Pipe& pipe = start(op_LoadAlign, where);
   const int lanes_of_unit = 256 / unit;
+  if (how == Load::NORM) {
+    const Loaded l = fetch(pipe, address, 256, 32);
+    memcpy(d.bytes, l.data, 256);
+    memcpy(d.valid, l.valid, sizeof d.valid);
+    return done(pipe, op_LoadAlign, where, 256, (uint64_t)lanes_of_unit);
+  }
   const uint8_t zero[8] = {};
   Register out;
   switch (how) {
-    case Load::NORM: {
-      const Loaded l = fetch(pipe, address, 256, 32);
-      memcpy(out.bytes, l.data, 256);
-      memcpy(out.valid, l.valid, sizeof out.valid);
-      break;
-    }
+    case Load::NORM: break;
     case Load::BRC: {
       const Loaded l = fetch(pipe, address, (uint64_t)unit, unit);
       for (int i = 0; i < 256; i += unit) set_item(out, i, unit, l.data, valid_at(l, 0, unit));
@@ -97,20 +106,24 @@ void reg_load(Register& d, const void* address, Load how, int unit, Where where)
     }
     case Load::US: {
       const Loaded l = fetch(pipe, address, 128, 32);
-      for (int i = 0; i < lanes_of_unit; ++i) set_item(out, i * unit, unit, l.data + i / 2 * unit, valid_at(l, i / 2 * unit, unit));
+      for (int i = 0; i < lanes_of_unit; ++i)
+        set_item(out, i * unit, unit, l.data + i / 2 * unit, valid_at(l, i / 2 * unit, unit));
       break;
     }
     case Load::DS: {
       const Loaded l = fetch(pipe, address, 512, 32);
-      for (int i = 0; i < lanes_of_unit; ++i) set_item(out, i * unit, unit, l.data + i * 2 * unit, valid_at(l, i * 2 * unit, unit));
+      for (int i = 0; i < lanes_of_unit; ++i)
+        set_item(out, i * unit, unit, l.data + i * 2 * unit, valid_at(l, i * 2 * unit, unit));
       break;
     }
-    case Load::UNPACK: case Load::UNPACK4: {
+    case Load::UNPACK:
+    case Load::UNPACK4: {
       const int spread = how == Load::UNPACK ? 2 : 4;
       const Loaded l = fetch(pipe, address, (uint64_t)(256 / spread), 32);
       for (int i = 0; i < lanes_of_unit; ++i) {
         const bool value = i % spread == 0;
-        set_item(out, i * unit, unit, value ? l.data + i / spread * unit : zero, !value || valid_at(l, i / spread * unit, unit));
+        set_item(out, i * unit, unit, value ? l.data + i / spread * unit : zero,
+                 !value || valid_at(l, i / spread * unit, unit));
       }
       break;
     }
@@ -121,7 +134,8 @@ void reg_load(Register& d, const void* address, Load how, int unit, Where where)
     }
     case Load::E2B: {
       const Loaded l = fetch(pipe, address, 8 * (uint64_t)unit, 8 * unit);
-      for (int i = 0; i < 256; i += unit) set_item(out, i, unit, l.data + i / 32 * unit, valid_at(l, i / 32 * unit, unit));
+      for (int i = 0; i < 256; i += unit)
+        set_item(out, i, unit, l.data + i / 32 * unit, valid_at(l, i / 32 * unit, unit));
       break;
     }
   }
@@ -141,7 +155,9 @@ void reg_load_pairs(Register& d0, Register& d1, const void* address, int unit, W
 
 void reg_load_unaligned(Register& d, StreamIn& in, const void* address, uint64_t step, Where where) {
   Pipe& pipe = start(op_LoadUnAlign, where);
-  if (in.next != address) complain("LoadUnAlign at %s:%d starts where neither LoadUnAlignPre nor the load before it left off", where.file, where.line);
+  if (in.next != address)
+    complain("LoadUnAlign at %s:%d starts where neither LoadUnAlignPre nor the load before it left off", where.file,
+             where.line);
   in.next = step == 0 ? nullptr : static_cast<const uint8_t*>(address) + step;
   const Loaded l = fetch(pipe, address, 256, 1);
   memcpy(d.bytes, l.data, 256);
@@ -242,7 +258,8 @@ void reg_store_stream(StreamOut& out, void* address, const Register& s, int byte
   bool good = bytes <= 256;
   for (int i = 0; i < bytes && i < 256; ++i) good = good && (s.valid[i / 64] >> (i % 64) & 1);
   if (!good) complain_unwritten(pipe), bytes = bytes > 256 ? 256 : bytes;
-  if (out.held > 0 && out.next != address) complain("StoreUnAlign at %s:%d does not go on where the store before it ended", where.file, where.line);
+  if (out.held > 0 && out.next != address)
+    complain("StoreUnAlign at %s:%d does not go on where the store before it ended", where.file, where.line);
   memcpy(data, out.bytes, (size_t)out.held);
   memcpy(data + out.held, s.bytes, (size_t)bytes);
   const uint8_t* begin_at = static_cast<const uint8_t*>(address) - out.held;
@@ -262,7 +279,8 @@ void reg_store_stream(StreamOut& out, void* address, const Register& s, int byte
 void reg_end_stream(StreamOut& out, const void* address, Where where) {
   Pipe& pipe = start(op_StoreUnAlign, where);
   if (out.held > 0) {
-    if (out.next != address) complain("StoreUnAlignPost at %s:%d does not go on where the last store ended", where.file, where.line);
+    if (out.next != address)
+      complain("StoreUnAlignPost at %s:%d does not go on where the last store ended", where.file, where.line);
     const uint64_t wanted[1] = {~0ull};
     put_bytes(pipe, out.next - out.held, out.bytes, wanted, out.held, 1);
   }
@@ -274,7 +292,8 @@ StreamOut::~StreamOut() {
   if (held > 0) complain("an unaligned store keeps %d bytes back; StoreUnAlignPost is missing", held);
 }
 
-void reg_gather(Register& d, Type type, const void* base, Type source, const Register& index, const Mask& mask, Where where) {
+void reg_gather(Register& d, Type type, const void* base, Type source, const Register& index, const Mask& mask,
+                Where where) {
   Pipe& pipe = start(op_RegGather, where);
   const int size = kTypeBytes[type], from_size = kTypeBytes[source];
   const uint64_t offset = offset_in_ub(base, 32, pipe);
@@ -290,7 +309,8 @@ void reg_gather(Register& d, Type type, const void* base, Type source, const Reg
     uint64_t k = 0;
     memcpy(&k, index.bytes + at, size == 8 ? 4 : (size_t)size);
     if (!(index.valid[at / 64] >> (at % 64) & 1)) complain_unwritten(pipe);
-    memcpy(out.bytes + at, load(pipe, ub, offset + k * (uint64_t)from_size, (uint64_t)from_size, "the source"), (size_t)from_size);
+    memcpy(out.bytes + at, load(pipe, ub, offset + k * (uint64_t)from_size, (uint64_t)from_size, "the source"),
+           (size_t)from_size);
   }
   pipe.known.at[pipe.tid] = all;
   d = out;

@@ -1,4 +1,5 @@
-// Arithmetic on registers. It touches no memory, so it takes part in no races; lanes carry along whether they hold values.
+// Arithmetic on registers. It touches no memory, so it takes part in no races; lanes carry along whether they hold
+// values.
 #include <limits>
 
 #include "lanes.h"
@@ -9,12 +10,15 @@ namespace twin {
 namespace {
 
 void trace(Op op, Where where, Type type) {
-  if (!current->in_vector_function) give_up("%s at %s:%d: register instructions belong in a function that asc_vf_call calls", kOpNames[op], where.file, where.line);
+  if (!current->in_vector_function)
+    give_up("%s at %s:%d: register instructions belong in a function that asc_vf_call calls", kOpNames[op], where.file,
+            where.line);
   done(current->pipe[kV], op, where, 256, 256 / (uint64_t)kTypeBytes[type]);
 }
 
 [[noreturn]] void refuse_type(Op op, Type type, Where where) {
-  give_up("%s at %s:%d: the device has no such instruction for %s", kOpNames[op], where.file, where.line, kTypeNames[type]);
+  give_up("%s at %s:%d: the device has no such instruction for %s", kOpNames[op], where.file, where.line,
+          kTypeNames[type]);
 }
 
 // Takes the active lanes of `result`; the others become zero, or stay when merging.
@@ -28,7 +32,8 @@ void commit(Register& d, const uint8_t* result, const uint64_t* valid, const Byt
     if (active.bits[i / 64] >> (i % 64) & 1) d.bytes[i] = result[i];
     else if (!merge) d.bytes[i] = 0;
   }
-  for (int i = 0; i < 4; ++i) d.valid[i] = (valid[i] & active.bits[i]) | (merge ? d.valid[i] & ~active.bits[i] : ~active.bits[i]);
+  for (int i = 0; i < 4; ++i)
+    d.valid[i] = (valid[i] & active.bits[i]) | (merge ? d.valid[i] & ~active.bits[i] : ~active.bits[i]);
 }
 
 void commit_all(Register& d, const uint8_t* result) {
@@ -43,19 +48,26 @@ Mask mask_of(int pattern, int unit) {
   static const int kCounts[] = {0, 1, 2, 3, 4, 8, 16, 32, 64, 128};
   Mask mask;
   for (int i = 0; i < n; ++i) {
-    const bool on = pattern == 0 ? true : pattern <= 9 ? i < kCounts[pattern] : pattern == 10 ? i % 3 == 0 : pattern == 11 ? i % 4 == 0
-                    : pattern == 12 ? i < n / 2 : pattern == 13 ? i < n / 4 : false;
+    const bool on = pattern == 0    ? true
+                    : pattern <= 9  ? i < kCounts[pattern]
+                    : pattern == 10 ? i % 3 == 0
+                    : pattern == 11 ? i % 4 == 0
+                    : pattern == 12 ? i < n / 2
+                    : pattern == 13 ? i < n / 4
+                                    : false;
     if (on) mask.bits[i * unit / 64] |= uint64_t(1) << (i * unit % 64);
   }
   return mask;
 }
 Mask mask_of_count(uint32_t count, int unit) {
   Mask mask;
-  for (uint32_t i = 0; i < count && i < 256u / (uint32_t)unit; ++i) mask.bits[i * (uint32_t)unit / 64] |= uint64_t(1) << (i * (uint32_t)unit % 64);
+  for (uint32_t i = 0; i < count && i < 256u / (uint32_t)unit; ++i)
+    mask.bits[i * (uint32_t)unit / 64] |= uint64_t(1) << (i * (uint32_t)unit % 64);
   return mask;
 }
 
-void reg_binary(Op op, int lane_op, Type type, Register& d, const Register& a, const Register& b, const Mask& mask, bool merge, Where where) {
+void reg_binary(Op op, int lane_op, Type type, Register& d, const Register& a, const Register& b, const Mask& mask,
+                bool merge, Where where) {
   need_type(op, type, Form::REGISTERS, where);
   const BinaryLanes f = lanes().binary[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
@@ -71,7 +83,8 @@ void reg_binary(Op op, int lane_op, Type type, Register& d, const Register& a, c
   commit(d, out, valid, spread(mask, kTypeBytes[type]), merge);
 }
 
-void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, const Mask& mask, bool merge, Where where) {
+void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, const Mask& mask, bool merge,
+               Where where) {
   need_type(op, type, Form::REGISTERS, where);
   const UnaryLanes f = lanes().unary[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
@@ -81,7 +94,8 @@ void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, co
   commit(d, out, a.valid, spread(mask, kTypeBytes[type]), merge);
 }
 
-void reg_scalar(Op op, int lane_op, Type type, Register& d, const Register& a, const void* scalar, const Mask& mask, bool merge, Where where) {
+void reg_scalar(Op op, int lane_op, Type type, Register& d, const Register& a, const void* scalar, const Mask& mask,
+                bool merge, Where where) {
   need_type(op, type, Form::REGISTERS, where);
   const ScalarLanes f = lanes().scalar[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
@@ -119,7 +133,8 @@ void reg_arange(Type type, Register& d, const void* first, bool down, Where wher
   commit_all(d, out);
 }
 
-void reg_compare(Type type, AscendC::CMPMODE mode, Mask& d, const Register& a, const Register* b, const void* scalar, const Mask& mask, Where where) {
+void reg_compare(Type type, AscendC::CMPMODE mode, Mask& d, const Register& a, const Register* b, const void* scalar,
+                 const Mask& mask, Where where) {
   constexpr CompareOp kModes[] = {kLt, kGt, kEq, kLe, kGe, kNe};
   const CompareLanes f = lanes().compare[kModes[(int)mode]][type];
   if (f == nullptr) refuse_type(op_RegCompare, type, where);
@@ -131,7 +146,8 @@ void reg_compare(Type type, AscendC::CMPMODE mode, Mask& d, const Register& a, c
   f(result, a.bytes, b == nullptr ? other : b->bytes, (size_t)(256 / size));
   Mask out;
   for (int i = 0; i < 256 / size; ++i)
-    if (result[i] && (mask.bits[i * size / 64] >> (i * size % 64) & 1)) out.bits[i * size / 64] |= uint64_t(1) << (i * size % 64);
+    if (result[i] && (mask.bits[i * size / 64] >> (i * size % 64) & 1))
+      out.bits[i * size / 64] |= uint64_t(1) << (i * size % 64);
   d = out;
 }
 
@@ -149,36 +165,77 @@ namespace {
 double lowest(Type t) {
   switch (t) {
     case I16: return -32768;
-    case U16: case U32: return 0;
+    case U16:
+    case U32: return 0;
     case I32: return -2147483648.0;
     default: return -std::numeric_limits<double>::infinity();
   }
 }
-double highest(Type t) { return t == I16 ? 32767 : t == U16 ? 65535 : t == I32 ? 2147483647.0 : t == U32 ? 4294967295.0 : std::numeric_limits<double>::infinity(); }
+double highest(Type t) {
+  return t == I16   ? 32767
+         : t == U16 ? 65535
+         : t == I32 ? 2147483647.0
+         : t == U32 ? 4294967295.0
+                    : std::numeric_limits<double>::infinity();
+}
 
 double lane(const uint8_t* p, Type type, int i) {
   float f;
   int32_t n;
   switch (type) {
     case F32: memcpy(&f, p + i * 4, 4); return f;
-    case F16: { uint16_t h; memcpy(&h, p + i * 2, 2); return from_half(h); }
+    case F16: {
+      uint16_t h;
+      memcpy(&h, p + i * 2, 2);
+      return from_half(h);
+    }
     case I32: memcpy(&n, p + i * 4, 4); return n;
-    case U32: { uint32_t u; memcpy(&u, p + i * 4, 4); return u; }
-    case I16: { int16_t s; memcpy(&s, p + i * 2, 2); return s; }
-    default: { uint16_t u; memcpy(&u, p + i * 2, 2); return u; }
+    case U32: {
+      uint32_t u;
+      memcpy(&u, p + i * 4, 4);
+      return u;
+    }
+    case I16: {
+      int16_t s;
+      memcpy(&s, p + i * 2, 2);
+      return s;
+    }
+    default: {
+      uint16_t u;
+      memcpy(&u, p + i * 2, 2);
+      return u;
+    }
   }
 }
 void put_lane(uint8_t* p, Type type, int i, double x) {
   switch (type) {
-    case F32: { const float f = (float)x; memcpy(p + i * 4, &f, 4); return; }
-    case F16: { const uint16_t h = to_half((float)x); memcpy(p + i * 2, &h, 2); return; }
-    case I32: case U32: { const uint32_t u = (uint32_t)(int64_t)x; memcpy(p + i * 4, &u, 4); return; }
-    default: { const uint16_t u = (uint16_t)(int64_t)x; memcpy(p + i * 2, &u, 2); return; }
+    case F32: {
+      const float f = (float)x;
+      memcpy(p + i * 4, &f, 4);
+      return;
+    }
+    case F16: {
+      const uint16_t h = to_half((float)x);
+      memcpy(p + i * 2, &h, 2);
+      return;
+    }
+    case I32:
+    case U32: {
+      const uint32_t u = (uint32_t)(int64_t)x;
+      memcpy(p + i * 4, &u, 4);
+      return;
+    }
+    default: {
+      const uint16_t u = (uint16_t)(int64_t)x;
+      memcpy(p + i * 2, &u, 2);
+      return;
+    }
   }
 }
 
 // The result over lanes [first, first + n): a sum as a tree of neighbours, or an extreme and where it stands.
-double reduce_lanes(ReduceType how, Type type, const uint8_t* bytes, const ByteMask& active, int first, int n, int* index) {
+double reduce_lanes(ReduceType how, Type type, const uint8_t* bytes, const ByteMask& active, int first, int n,
+                    int* index) {
   const int size = kTypeBytes[type];
   const auto on = [&](int i) { return active.bits[i * size / 64] >> (i * size % 64) & 1; };
   *index = 0;
@@ -191,7 +248,8 @@ double reduce_lanes(ReduceType how, Type type, const uint8_t* bytes, const ByteM
     float x[128] = {};
     for (int i = 0; i < n; ++i) x[i] = on(first + i) ? (float)lane(bytes, type, first + i) : 0.0f;
     for (int w = n; w > 1; w /= 2)
-      for (int i = 0; i < w / 2; ++i) x[i] = type == F16 ? from_half(to_half(x[2 * i] + x[2 * i + 1])) : x[2 * i] + x[2 * i + 1];
+      for (int i = 0; i < w / 2; ++i)
+        x[i] = type == F16 ? from_half(to_half(x[2 * i] + x[2 * i + 1])) : x[2 * i] + x[2 * i + 1];
     return x[0];
   }
   double best = how == ReduceType::MAX ? lowest(type) : highest(type);
@@ -207,9 +265,12 @@ double reduce_lanes(ReduceType how, Type type, const uint8_t* bytes, const ByteM
 
 }  // namespace
 
-void reg_reduce(bool by_block, ReduceType how, Type type, Register& d, const Register& a, const Mask& mask, Where where) {
+void reg_reduce(bool by_block, ReduceType how, Type type, Register& d, const Register& a, const Mask& mask,
+                Where where) {
   const Op op = by_block ? op_RegReduceDataBlock : op_RegReduce;
-  if (!(type == F32 || type == F16 || type == I32 || type == U32 || (how != ReduceType::SUM && (type == I16 || type == U16)))) refuse_type(op, type, where);
+  if (!(type == F32 || type == F16 || type == I32 || type == U32 ||
+        (how != ReduceType::SUM && (type == I16 || type == U16))))
+    refuse_type(op, type, where);
   trace(op, where, type);
   const int size = kTypeBytes[type], n = 256 / size;
   const ByteMask active = spread(mask, size);
@@ -218,7 +279,8 @@ void reg_reduce(bool by_block, ReduceType how, Type type, Register& d, const Reg
   for (int i = 0; i < 4; ++i) good = good && (a.valid[i] & active.bits[i]) == active.bits[i];
   int index;
   if (by_block) {
-    for (int b = 0; b < 8; ++b) put_lane(out, type, b, reduce_lanes(how, type, a.bytes, active, b * n / 8, n / 8, &index));
+    for (int b = 0; b < 8; ++b)
+      put_lane(out, type, b, reduce_lanes(how, type, a.bytes, active, b * n / 8, n / 8, &index));
   } else {
     put_lane(out, type, 0, reduce_lanes(how, type, a.bytes, active, 0, n, &index));
     if (how != ReduceType::SUM) memcpy(out + size, &index, (size_t)size);
@@ -227,11 +289,13 @@ void reg_reduce(bool by_block, ReduceType how, Type type, Register& d, const Reg
   if (!good) memset(d.valid, 0, sizeof d.valid);
 }
 
-void reg_interleave(bool back, int unit, Register& d0, Register& d1, const Register& a, const Register& b, Where where) {
+void reg_interleave(bool back, int unit, Register& d0, Register& d1, const Register& a, const Register& b,
+                    Where where) {
   trace(op_RegInterleave, where, unit == 1 ? U8 : unit == 2 ? U16 : U32);
   uint8_t in[512], in_valid[512], out[512], out_valid[512];
   const auto bit = [](const Register& r, int i) { return (uint8_t)(r.valid[i / 64] >> (i % 64) & 1); };
-  for (int i = 0; i < 256; ++i) in[i] = a.bytes[i], in[256 + i] = b.bytes[i], in_valid[i] = bit(a, i), in_valid[256 + i] = bit(b, i);
+  for (int i = 0; i < 256; ++i)
+    in[i] = a.bytes[i], in[256 + i] = b.bytes[i], in_valid[i] = bit(a, i), in_valid[256 + i] = bit(b, i);
   const int n = 256 / unit;
   for (int i = 0; i < 2 * n; ++i) {
     const int apart = i % 2 * n + i / 2, from = back ? i : apart, to = back ? apart : i;
@@ -263,29 +327,40 @@ void reg_squeeze(int unit, Register& d, const Register& a, const Mask& mask, Whe
 }
 
 // The wider type has 256 bytes of elements; the narrower one sits in every second or fourth place, `layout` says which.
-void reg_cast(Type to, Register& d, Type from, const Register& a, int layout, bool saturate, AscendC::RoundMode mode, const Mask& mask, Where where) {
+void reg_cast(Type to, Register& d, Type from, const Register& a, int layout, bool saturate, AscendC::RoundMode mode,
+              const Mask& mask, Where where) {
   trace(op_RegCast, where, to);
   const bool pairs = to == E2M1X2 || from == E2M1X2;
-  const int to_size = kTypeBytes[to], from_size = kTypeBytes[from], wide = pairs ? 4 : to_size > from_size ? to_size : from_size;
+  const int to_size = kTypeBytes[to], from_size = kTypeBytes[from],
+            wide = pairs                 ? 4
+                   : to_size > from_size ? to_size
+                                         : from_size;
   const int ratio = wide / (to_size < from_size ? to_size : from_size);
   if (to_size == from_size && !pairs) layout = 0;
   if (layout < 0 || layout >= ratio)
-    give_up("RegCast at %s:%d: %s to %s takes a layout below %d, got %d", where.file, where.line, kTypeNames[from], kTypeNames[to], ratio, layout);
+    give_up("RegCast at %s:%d: %s to %s takes a layout below %d, got %d", where.file, where.line, kTypeNames[from],
+            kTypeNames[to], ratio, layout);
   const ByteMask active = spread(mask, wide);
   alignas(64) uint8_t out[256] = {};
   Register result;
   memset(result.valid, 0xff, sizeof result.valid);
   const int items = 256 / wide, narrow = pairs ? 1 : wide / ratio;
-  const int from_step = from_size * (pairs ? (from == E2M1X2 ? 1 : 2) : 1), to_step = to_size * (pairs ? (to == E2M1X2 ? 1 : 2) : 1);
+  const int from_step = from_size * (pairs ? (from == E2M1X2 ? 1 : 2) : 1),
+            to_step = to_size * (pairs ? (to == E2M1X2 ? 1 : 2) : 1);
   for (int i = 0; i < items; ++i) {
     if (!(active.bits[i * wide / 64] >> (i * wide % 64) & 1)) continue;
-    const int read_at = from_step == wide ? i * wide : i * wide + layout * narrow, write_at = to_step == wide ? i * wide : i * wide + layout * narrow;
+    const int read_at = from_step == wide ? i * wide : i * wide + layout * narrow,
+              write_at = to_step == wide ? i * wide : i * wide + layout * narrow;
     lanes().cast(out + write_at, to, a.bytes + read_at, from, mode, pairs ? 2 : 1);
-    if (!pairs && to != F32 && (from == F32 || from == F16 || from == BF16) && (to == F16 || to == BF16 || to == E4M3 || to == E5M2)) {
+    if (!pairs && to != F32 && (from == F32 || from == F16 || from == BF16) &&
+        (to == F16 || to == BF16 || to == E4M3 || to == E5M2)) {
       float x;
       if (from == F32) memcpy(&x, a.bytes + read_at, 4);
       else lanes().cast(&x, F32, a.bytes + read_at, from, RoundMode::CAST_NONE, 1);
-      const float largest = to == F16 ? 65504.0f : to == E4M3 ? 448.0f : to == E5M2 ? 57344.0f : std::numeric_limits<float>::max();
+      const float largest = to == F16    ? 65504.0f
+                            : to == E4M3 ? 448.0f
+                            : to == E5M2 ? 57344.0f
+                                         : std::numeric_limits<float>::max();
       if (x != x && saturate && to != BF16) memset(out + write_at, 0, (size_t)to_size);
       if (!saturate && (x > largest || x < -largest)) {
         const bool negative = x < 0;

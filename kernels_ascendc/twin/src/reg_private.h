@@ -12,7 +12,10 @@ struct ByteMask {
 // Every byte of an active element; `unit` is the element's size.
 inline ByteMask spread(const Mask& mask, int unit) {
   ByteMask out{};
-  const uint64_t lowest = unit == 1 ? ~0ull : unit == 2 ? 0x5555555555555555ull : unit == 4 ? 0x1111111111111111ull : 0x0101010101010101ull;
+  const uint64_t lowest = unit == 1   ? ~0ull
+                          : unit == 2 ? 0x5555555555555555ull
+                          : unit == 4 ? 0x1111111111111111ull
+                                      : 0x0101010101010101ull;
   for (int i = 0; i < 4; ++i) {
     uint64_t b = mask.bits[i] & lowest;
     for (int k = 1; k < unit; k *= 2) b |= b << k;

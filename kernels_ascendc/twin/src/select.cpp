@@ -12,7 +12,8 @@ namespace {
 constexpr CompareOp kModes[] = {kLt, kGt, kEq, kLe, kGe, kNe};
 
 [[noreturn]] void refuse_type(Op op, Type type, Where where) {
-  give_up("%s at %s:%d: the device has no such instruction for %s", kOpNames[op], where.file, where.line, kTypeNames[type]);
+  give_up("%s at %s:%d: the device has no such instruction for %s", kOpNames[op], where.file, where.line,
+          kTypeNames[type]);
 }
 
 void fill(std::vector<uint8_t>& out, Type type, const void* scalar, size_t n) {
@@ -22,7 +23,8 @@ void fill(std::vector<uint8_t>& out, Type type, const void* scalar, size_t n) {
 
 }  // namespace
 
-void run_compare(Op op, Type type, AscendC::CMPMODE mode, View d, View a, View b, const void* scalar, const Walk& walk, Where where) {
+void run_compare(Op op, Type type, AscendC::CMPMODE mode, View d, View a, View b, const void* scalar, const Walk& walk,
+                 Where where) {
   const CompareLanes f = lanes().compare[kModes[(int)mode]][type];
   if (f == nullptr) refuse_type(op, type, where);
   Pipe& pipe = begin(kV, op, where);
@@ -33,8 +35,8 @@ void run_compare(Op op, Type type, AscendC::CMPMODE mode, View d, View a, View b
   std::vector<uint8_t> second, results;
   if (walk.count >= 0) {
     if (walk.count * kTypeBytes[type] % 256 != 0)
-      give_up("%s at %s:%d: count fills whole repeats of 256 bytes; %lld elements of %d bytes do not", kOpNames[op], where.file, where.line,
-              (long long)walk.count, kTypeBytes[type]);
+      give_up("%s at %s:%d: count fills whole repeats of 256 bytes; %lld elements of %d bytes do not", kOpNames[op],
+              where.file, where.line, (long long)walk.count, kTypeBytes[type]);
     const size_t n = (size_t)walk.count;
     const uint8_t* x = load(pipe, *a.memory, a.offset, lane_bytes(type, walk.count), "the first source");
     const uint8_t* y;
@@ -56,30 +58,35 @@ void run_compare(Op op, Type type, AscendC::CMPMODE mode, View d, View a, View b
     if (scalar != nullptr) lanes().scalar[kDuplicate][type](y, y, scalar, (size_t)per_repeat);
     else gather_repeat(pipe, b, type, walk, 2, r, y, "the second source");
     f(out, x, y, (size_t)per_repeat);
-    uint8_t* bits = store(pipe, *d.memory, d.offset + (uint64_t)(r * per_repeat / 8), (uint64_t)per_repeat / 8, "the destination");
+    uint8_t* bits =
+        store(pipe, *d.memory, d.offset + (uint64_t)(r * per_repeat / 8), (uint64_t)per_repeat / 8, "the destination");
     for (int i = 0; i < per_repeat / 8; ++i) {
       uint8_t byte = 0;
-      for (int k = 0; k < 8; ++k) byte |= (uint8_t)((out[i * 8 + k] & (walk.mask[(i * 8 + k) / 64] >> ((i * 8 + k) % 64) & 1)) << k);
+      for (int k = 0; k < 8; ++k)
+        byte |= (uint8_t)((out[i * 8 + k] & (walk.mask[(i * 8 + k) / 64] >> ((i * 8 + k) % 64) & 1)) << k);
       bits[i] = byte;
     }
   }
   done(pipe, op, where, (uint32_t)walk.repeats * 256, (uint64_t)(walk.repeats * per_repeat));
 }
 
-static void pick(uint8_t* out, const uint8_t* a, const uint8_t* b, const uint8_t* bits, int64_t first_bit, int64_t n, int size) {
+static void pick(uint8_t* out, const uint8_t* a, const uint8_t* b, const uint8_t* bits, int64_t first_bit, int64_t n,
+                 int size) {
   for (int64_t i = 0; i < n; ++i) {
     const int64_t bit = first_bit + i;
     memcpy(out + i * size, (bits[bit / 8] >> (bit % 8) & 1 ? a : b) + i * size, (size_t)size);
   }
 }
 
-void run_select(Type type, AscendC::SELMODE mode, View d, View mask, View a, View b, const void* scalar, const Walk& walk, Where where) {
+void run_select(Type type, AscendC::SELMODE mode, View d, View mask, View a, View b, const void* scalar,
+                const Walk& walk, Where where) {
   Pipe& pipe = begin(kV, op_Select, where);
   need_vector_operand(pipe, d, "the destination");
   need_vector_operand(pipe, mask, "the selection mask");
   need_vector_operand(pipe, a, "the first source");
   if ((scalar != nullptr) != (mode == AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE))
-    give_up("Select at %s:%d: VSEL_TENSOR_SCALAR_MODE takes a scalar, the other modes a tensor", where.file, where.line);
+    give_up("Select at %s:%d: VSEL_TENSOR_SCALAR_MODE takes a scalar, the other modes a tensor", where.file,
+            where.line);
   const int size = kTypeBytes[type], per_repeat = 256 / size;
   const bool same_bits = mode == AscendC::SELMODE::VSEL_CMPMASK_SPR;
   const int64_t repeats = walk.count >= 0 ? (walk.count + per_repeat - 1) / per_repeat : walk.repeats;
@@ -117,7 +124,8 @@ void run_gather(Type type, View d, View source, View offsets, uint32_t base, int
   need_vector_operand(pipe, d, "the destination");
   need_vector_operand(pipe, source, "the source");
   need_vector_operand(pipe, offsets, "the offsets");
-  if (d.offset == source.offset) give_up("Gather at %s:%d: source and destination must be different memory", where.file, where.line);
+  if (d.offset == source.offset)
+    give_up("Gather at %s:%d: source and destination must be different memory", where.file, where.line);
   const int size = kTypeBytes[type];
   const uint8_t* table = load(pipe, *offsets.memory, offsets.offset, (uint64_t)count * 4, "the offsets");
   std::vector<uint32_t> at((size_t)count);
@@ -126,31 +134,38 @@ void run_gather(Type type, View d, View source, View offsets, uint32_t base, int
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t from = (uint64_t)base + at[(size_t)i];
     if (from % (uint64_t)size != 0)
-      give_up("Gather at %s:%d: offset %llu of element %lld is no multiple of %d", where.file, where.line, (unsigned long long)from, (long long)i, size);
-    memcpy(out + i * size, load(pipe, *source.memory, source.offset + from, (uint64_t)size, "the source"), (size_t)size);
+      give_up("Gather at %s:%d: offset %llu of element %lld is no multiple of %d", where.file, where.line,
+              (unsigned long long)from, (long long)i, size);
+    memcpy(out + i * size, load(pipe, *source.memory, source.offset + from, (uint64_t)size, "the source"),
+           (size_t)size);
   }
   done(pipe, op_Gather, where, (uint32_t)(count * size), (uint64_t)count);
 }
 
-void run_gather_mask(Type type, View d, View source, View pattern, int fixed, bool counted, uint32_t lanes_wanted, const AscendC::GatherMaskParams& p,
-                     uint64_t* kept, Where where) {
+void run_gather_mask(Type type, View d, View source, View pattern, int fixed, bool counted, uint32_t lanes_wanted,
+                     const AscendC::GatherMaskParams& p, uint64_t* kept, Where where) {
   Pipe& pipe = begin(kV, op_GatherMask, where);
   need_vector_operand(pipe, d, "the destination");
   need_vector_operand(pipe, source, "the source");
   if (pattern.memory != nullptr) need_vector_operand(pipe, pattern, "the pattern");
-  else if (fixed < 1 || fixed > 7) give_up("GatherMask at %s:%d: fixed patterns are 1 to 7, got %d", where.file, where.line, fixed);
+  else if (fixed < 1 || fixed > 7)
+    give_up("GatherMask at %s:%d: fixed patterns are 1 to 7, got %d", where.file, where.line, fixed);
   const int size = kTypeBytes[type], per_repeat = 256 / size;
   const int64_t n = counted ? (int64_t)lanes_wanted : per_repeat;
   static const uint8_t kFixed[8] = {0, 0x55, 0xaa, 0x11, 0x22, 0x44, 0x88, 0xff};
   std::vector<uint8_t> out;
   for (int r = 0; r < p.repeatTimes; ++r) {
     const uint64_t base = source.offset + (uint64_t)r * p.src0RepeatStride * 32;
-    const uint8_t* bits = pattern.memory == nullptr ? nullptr
-                          : load(pipe, *pattern.memory, pattern.offset + (uint64_t)r * p.src1RepeatStride * 32, (uint64_t)(n + 7) / 8, "the pattern");
+    const uint8_t* bits = pattern.memory == nullptr
+                              ? nullptr
+                              : load(pipe, *pattern.memory, pattern.offset + (uint64_t)r * p.src1RepeatStride * 32,
+                                     (uint64_t)(n + 7) / 8, "the pattern");
     for (int64_t i = 0; i < n; ++i) {
       if (!(bits != nullptr ? bits[i / 8] >> (i % 8) & 1 : kFixed[fixed] >> (i % 8) & 1)) continue;
       const int64_t block = i * size / 32;
-      const uint8_t* from = load(pipe, *source.memory, base + (uint64_t)block * p.src0BlockStride * 32 + (uint64_t)(i * size % 32), (uint64_t)size, "the source");
+      const uint8_t* from =
+          load(pipe, *source.memory, base + (uint64_t)block * p.src0BlockStride * 32 + (uint64_t)(i * size % 32),
+               (uint64_t)size, "the source");
       out.insert(out.end(), from, from + size);
     }
   }
@@ -160,7 +175,8 @@ void run_gather_mask(Type type, View d, View source, View pattern, int fixed, bo
 }
 
 void run_index(Type type, View d, const void* first, int64_t count, Where where) {
-  if (type != I8 && type != I16 && type != F16 && type != I32 && type != F32 && type != I64) refuse_type(op_CreateVecIndex, type, where);
+  if (type != I8 && type != I16 && type != F16 && type != I32 && type != F32 && type != I64)
+    refuse_type(op_CreateVecIndex, type, where);
   Pipe& pipe = begin(kV, op_CreateVecIndex, where);
   need_vector_operand(pipe, d, "the destination");
   const int size = kTypeBytes[type];

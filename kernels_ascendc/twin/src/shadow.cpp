@@ -9,8 +9,8 @@ constexpr uint32_t kBits = 27, kMask = (1u << kBits) - 1;
 inline bool ordered(const Run& r, uint32_t e) { return (e & kMask) <= r.known[e >> kBits] || e == r.epoch; }
 inline bool fresh(const Run& r, uint32_t e) { return (e & kMask) > r.birth[e >> kBits]; }
 
-// The common case is that neighbouring blocks were last touched by the same instruction, so that one check serves them all.
-// Chunks have a constant size: their loops become a few vector instructions.
+// The common case is that neighbouring blocks were last touched by the same instruction, so that one check serves
+// them all. Chunks have a constant size: their loops become a few vector instructions.
 template <int N> bool read_chunk(const Run& r, uint32_t* __restrict seen, uint32_t first) {
   const uint32_t *writer = r.writer + first, *valid = r.valid + first, w = writer[0];
   uint32_t differs = 0, holes = 0;
@@ -35,7 +35,7 @@ uint32_t read(const Run& r, uint32_t first, uint32_t last) {
 }
 
 template <int Readers, int N> bool write_chunk(const Run& r, uint32_t first) {
-  uint32_t *__restrict writer = r.writer + first, *__restrict valid = r.valid + first;
+  uint32_t* __restrict writer = r.writer + first, * __restrict valid = r.valid + first;
   const uint32_t w = writer[0];
   uint32_t differs = 0;
   for (int i = 0; i < N; ++i) differs |= writer[i] ^ w;
@@ -67,7 +67,9 @@ template <int Readers> uint32_t write_with(const Run& r, uint32_t first, uint32_
 }
 
 uint32_t write(const Run& r, uint32_t first, uint32_t last) {
-  return r.readers == 1 ? write_with<1>(r, first, last) : r.readers == 2 ? write_with<2>(r, first, last) : write_with<3>(r, first, last);
+  return r.readers == 1   ? write_with<1>(r, first, last)
+         : r.readers == 2 ? write_with<2>(r, first, last)
+                          : write_with<3>(r, first, last);
 }
 
 }  // namespace

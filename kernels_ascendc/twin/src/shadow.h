@@ -9,11 +9,11 @@ struct Run {
   uint32_t* writer;
   uint32_t* valid;
   uint32_t* reader[3];
-  int readers, slot;        // reader arrays in use; the one that this access updates
-  const uint32_t* known;    // of the accessing pipe
-  const uint32_t* birth;    // clocks when the launch began
-  uint32_t epoch;           // of the accessing instruction
-  bool need_valid;          // reading what was never written is an error
+  int readers, slot;      // reader arrays in use; the one that this access updates
+  const uint32_t* known;  // of the accessing pipe
+  const uint32_t* birth;  // clocks when the launch began
+  uint32_t epoch;         // of the accessing instruction
+  bool need_valid;        // reading what was never written is an error
 };
 
 // Both work on full blocks [first, last) and return the first block that breaks a rule, or `last`. Blocks before it are

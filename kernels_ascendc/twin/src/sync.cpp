@@ -58,7 +58,8 @@ Party party_of(Core& core, int mode, int id, Where where) {
       return {{&core}, {cube}, core.kind == kVector0 ? id : id + 16};
     default: break;
   }
-  give_up("CrossCoreSetFlag at %s:%d: mode %d has no partners for %s in this launch", where.file, where.line, mode, place(core).c_str());
+  give_up("CrossCoreSetFlag at %s:%d: mode %d has no partners for %s in this launch", where.file, where.line, mode,
+          place(core).c_str());
 }
 
 std::deque<Snapshot>& pending(Core& core, int id) {
@@ -115,7 +116,8 @@ void complete_rounds(const Party& party, int id, Where where) {
       if (!one_group) memcpy(s.known.at, s.foreign + (size_t)receiver->group->index * kTids, sizeof s.known.at);
       CrossFlag& flag = receiver->cross[party.receiver_id];
       if (flag.ready.size() >= 15)
-        give_up("CrossCoreSetFlag at %s:%d: the counter of id %d on %s passes 15", where.file, where.line, party.receiver_id, place(*receiver).c_str());
+        give_up("CrossCoreSetFlag at %s:%d: the counter of id %d on %s passes 15", where.file, where.line,
+                party.receiver_id, place(*receiver).c_str());
       flag.ready.push_back(s);
     }
   }
@@ -167,8 +169,11 @@ void sync_all(bool vectors_only, int trigger, int wait, Where where) {
   Launch& launch = *running_launch;
   need_all_at_once("SyncAll", where);
   const bool has_cubes = !cores_of(true, false).empty();
-  if (!vectors_only && !has_cubes) give_up("SyncAll<false> at %s:%d in a launch without cube cores never ends", where.file, where.line);
-  if (vectors_only && current->kind == kCube) give_up("SyncAll<true> at %s:%d is for vector cores, and this is %s", where.file, where.line, place(*current).c_str());
+  if (!vectors_only && !has_cubes)
+    give_up("SyncAll<false> at %s:%d in a launch without cube cores never ends", where.file, where.line);
+  if (vectors_only && current->kind == kCube)
+    give_up("SyncAll<true> at %s:%d is for vector cores, and this is %s", where.file, where.line,
+            place(*current).c_str());
   Pipe& pipe = begin(kS, op_SyncAll, where);
   Core& core = *current;
   Snapshot mine = release(core.pipe[trigger == kAll ? kS : trigger]);

@@ -21,7 +21,8 @@ Walk with_mask(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, Ty
     walk.mask[1] = lanes_per_repeat > 64 ? mask[1] : 0;
   } else {
     if (mask[0] > (uint64_t)lanes_per_repeat)
-      give_up("%s:%d: a repeat has %d lanes of this type, the mask names %llu", where.file, where.line, lanes_per_repeat, (unsigned long long)mask[0]);
+      give_up("%s:%d: a repeat has %d lanes of this type, the mask names %llu", where.file, where.line,
+              lanes_per_repeat, (unsigned long long)mask[0]);
     walk.mask[0] = mask[0] >= 64 ? ~0ull : (1ull << mask[0]) - 1;
     walk.mask[1] = mask[0] >= 128 ? ~0ull : mask[0] > 64 ? (1ull << (mask[0] - 64)) - 1 : 0;
   }
@@ -40,52 +41,69 @@ bool full(const Walk& walk, Type widest) {
 Walk simplify(const Walk& walk, Type widest, const Type* types, int operands) {
   if (walk.count >= 0 || !full(walk, widest)) return walk;
   for (int k = 0; k < operands; ++k)
-    if (walk.block_stride[k] != 1 || (walk.repeats > 1 && walk.repeat_stride[k] != 8 * kTypeBytes[types[k]] / kTypeBytes[widest])) return walk;
+    if (walk.block_stride[k] != 1 ||
+        (walk.repeats > 1 && walk.repeat_stride[k] != 8 * kTypeBytes[types[k]] / kTypeBytes[widest]))
+      return walk;
   return contiguous((int64_t)walk.repeats * (256 / kTypeBytes[widest]));
 }
 
 [[noreturn]] void refuse_type(Op op, Type type, Where where) {
-  give_up("%s at %s:%d: the device has no such instruction for %s", kOpNames[op], where.file, where.line, kTypeNames[type]);
+  give_up("%s at %s:%d: the device has no such instruction for %s", kOpNames[op], where.file, where.line,
+          kTypeNames[type]);
 }
 
 }  // namespace
 
-Walk sliced(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, const AscendC::UnaryRepeatParams& p, Type widest, Where where) {
+Walk sliced(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, const AscendC::UnaryRepeatParams& p,
+            Type widest, Where where) {
   Walk walk = with_mask(mask, by_bit, set_mask, repeats, widest, where);
   walk.block_stride[0] = p.dstBlkStride, walk.block_stride[1] = walk.block_stride[2] = p.srcBlkStride;
   walk.repeat_stride[0] = p.dstRepStride, walk.repeat_stride[1] = walk.repeat_stride[2] = p.srcRepStride;
   return walk;
 }
-Walk sliced(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, const AscendC::BinaryRepeatParams& p, Type widest, Where where) {
+Walk sliced(const uint64_t* mask, bool by_bit, bool set_mask, int repeats, const AscendC::BinaryRepeatParams& p,
+            Type widest, Where where) {
   Walk walk = with_mask(mask, by_bit, set_mask, repeats, widest, where);
   walk.block_stride[0] = p.dstBlkStride, walk.block_stride[1] = p.src0BlkStride, walk.block_stride[2] = p.src1BlkStride;
-  walk.repeat_stride[0] = p.dstRepStride, walk.repeat_stride[1] = p.src0RepStride, walk.repeat_stride[2] = p.src1RepStride;
+  walk.repeat_stride[0] = p.dstRepStride, walk.repeat_stride[1] = p.src0RepStride,
+  walk.repeat_stride[2] = p.src1RepStride;
   return walk;
 }
 
 void need_vector_operand(const Pipe& pipe, const View& v, const char* what) {
   const Where w = where_now(pipe);
-  if (v.memory->kind != kUb) give_up("%s at %s:%d: %s lies in %s; vector instructions work on UB", op_now(pipe), w.file, w.line, what, v.memory->name);
-  if (v.offset % 32 != 0) give_up("%s at %s:%d: %s starts at byte %llu of UB, and must start at a multiple of 32", op_now(pipe), w.file, w.line, what, (unsigned long long)v.offset);
+  if (v.memory->kind != kUb)
+    give_up("%s at %s:%d: %s lies in %s; vector instructions work on UB", op_now(pipe), w.file, w.line, what,
+            v.memory->name);
+  if (v.offset % 32 != 0)
+    give_up("%s at %s:%d: %s starts at byte %llu of UB, and must start at a multiple of 32", op_now(pipe), w.file,
+            w.line, what, (unsigned long long)v.offset);
 }
 
-void need_no_partial_overlap(const Pipe& pipe, const View& d, uint64_t d_bytes, const View& a, uint64_t a_bytes, const char* what) {
-  if (d.offset == a.offset || d.memory != a.memory || d.offset + d_bytes <= a.offset || a.offset + a_bytes <= d.offset) return;
+void need_no_partial_overlap(const Pipe& pipe, const View& d, uint64_t d_bytes, const View& a, uint64_t a_bytes,
+                             const char* what) {
+  if (d.offset == a.offset || d.memory != a.memory || d.offset + d_bytes <= a.offset || a.offset + a_bytes <= d.offset)
+    return;
   const Where w = where_now(pipe);
   if (told_before_here(w)) return;
-  complain("%s at %s:%d: the destination [%llu, %llu) overlaps %s [%llu, %llu) without starting at the same address", op_now(pipe), w.file, w.line,
-           (unsigned long long)d.offset, (unsigned long long)(d.offset + d_bytes), what, (unsigned long long)a.offset, (unsigned long long)(a.offset + a_bytes));
+  complain("%s at %s:%d: the destination [%llu, %llu) overlaps %s [%llu, %llu) without starting at the same address",
+           op_now(pipe), w.file, w.line, (unsigned long long)d.offset, (unsigned long long)(d.offset + d_bytes), what,
+           (unsigned long long)a.offset, (unsigned long long)(a.offset + a_bytes));
 }
 
-uint64_t lane_bytes(Type type, int64_t lanes) { return type == E2M1X2 ? ((uint64_t)lanes + 1) / 2 : (uint64_t)lanes * kTypeBytes[type]; }
+uint64_t lane_bytes(Type type, int64_t lanes) {
+  return type == E2M1X2 ? ((uint64_t)lanes + 1) / 2 : (uint64_t)lanes * kTypeBytes[type];
+}
 
-void gather_repeat(Pipe& pipe, const View& v, Type type, const Walk& walk, int operand, int repeat, uint8_t* into, const char* what) {
+void gather_repeat(Pipe& pipe, const View& v, Type type, const Walk& walk, int operand, int repeat, uint8_t* into,
+                   const char* what) {
   const int size = kTypeBytes[type], per_block = 32 / size;
   const uint64_t base = v.offset + (uint64_t)repeat * walk.repeat_stride[operand] * 32;
   for (int lane = 0, block = 0; lane < 128 && block < 8; lane += per_block, ++block) {
     const uint32_t bytes = active_bytes(walk, lane, per_block, size);
     if (bytes == 0) continue;
-    memcpy(into + block * 32, load_some(pipe, *v.memory, base + (uint64_t)block * walk.block_stride[operand] * 32, bytes, what), 32);
+    memcpy(into + block * 32,
+           load_some(pipe, *v.memory, base + (uint64_t)block * walk.block_stride[operand] * 32, bytes, what), 32);
   }
 }
 
@@ -95,7 +113,8 @@ void scatter_repeat(Pipe& pipe, const View& v, Type type, const Walk& walk, int 
   for (int lane = 0, block = 0; lane < 128 && block < 8; lane += per_block, ++block) {
     const uint32_t bytes = active_bytes(walk, lane, per_block, size);
     if (bytes == 0) continue;
-    uint8_t* to = store_some(pipe, *v.memory, base + (uint64_t)block * walk.block_stride[0] * 32, bytes, "the destination");
+    uint8_t* to =
+        store_some(pipe, *v.memory, base + (uint64_t)block * walk.block_stride[0] * 32, bytes, "the destination");
     for (int i = 0; i < 32; ++i)
       if (bytes >> i & 1) to[i] = from[block * 32 + i];
   }
@@ -110,15 +129,18 @@ uint32_t active_bytes(const Walk& walk, int first_lane, int lanes, int size) {
   return bytes;
 }
 
-// One destination and up to two sources, `compute` on contiguous lanes. `reads_target`: the old destination is an input too.
-template <class Compute>
-static void run(Op op, const Type* types, View d, const View* sources, int count, bool reads_target, const Walk& asked, Where where, Compute compute) {
+// One destination and up to two sources, `compute` on contiguous lanes. `reads_target`: the old destination is an
+// input too.
+template <class Compute> static void run(Op op, const Type* types, View d, const View* sources, int count,
+                                         bool reads_target, const Walk& asked, Where where, Compute compute) {
   Pipe& pipe = begin(kV, op, where);
   static const char* const kNames[] = {"the first source", "the second source"};
   need_vector_operand(pipe, d, "the destination");
   for (int k = 0; k < count; ++k) need_vector_operand(pipe, sources[k], kNames[k]);
   if ((asked.count == 0 || (asked.count < 0 && asked.repeats == 0)) && !told_before_here(where))
-    complain("%s at %s:%d: nothing to do; on this chip a count or repeat of 0 is not promised to leave everything alone", kOpNames[op], where.file, where.line);
+    complain(
+        "%s at %s:%d: nothing to do; on this chip a count or repeat of 0 is not promised to leave everything alone",
+        kOpNames[op], where.file, where.line);
   Type widest = types[0];
   for (int k = 1; k <= count; ++k)
     if (kTypeBytes[types[k]] > kTypeBytes[widest]) widest = types[k];
@@ -155,7 +177,8 @@ void run_binary(Op op, int lane_op, Type type, View d, View a, View b, const Wal
   if (f == nullptr) refuse_type(op, type, where);
   const Type types[] = {type, type, type};
   const View sources[] = {a, b};
-  run(op, types, d, sources, 2, lane_op == kMulAddDst, walk, where, [f](void* o, const void* x, const void* y, size_t n) { f(o, x, y, n); });
+  run(op, types, d, sources, 2, lane_op == kMulAddDst, walk, where,
+      [f](void* o, const void* x, const void* y, size_t n) { f(o, x, y, n); });
 }
 
 void run_unary(Op op, int lane_op, Type type, View d, View a, const Walk& walk, Where where) {
@@ -171,13 +194,15 @@ void run_scalar(Op op, int lane_op, Type type, View d, View a, const void* scala
   need_type(op, type, walk.count >= 0 ? Form::COUNT : Form::SLICED, where);
   if (f == nullptr) refuse_type(op, type, where);
   const Type types[] = {type, type};
-  run(op, types, d, &a, 1, lane_op == kAxpy, walk, where, [f, scalar](void* o, const void* x, const void*, size_t n) { f(o, x, scalar, n); });
+  run(op, types, d, &a, 1, lane_op == kAxpy, walk, where,
+      [f, scalar](void* o, const void* x, const void*, size_t n) { f(o, x, scalar, n); });
 }
 
 void run_duplicate(Type type, View d, const void* scalar, const Walk& walk, Where where) {
   const ScalarLanes f = lanes().scalar[kDuplicate][type];
   if (f == nullptr) refuse_type(op_Duplicate, type, where);
-  run(op_Duplicate, &type, d, nullptr, 0, false, walk, where, [f, scalar](void* o, const void*, const void*, size_t n) { f(o, o, scalar, n); });
+  run(op_Duplicate, &type, d, nullptr, 0, false, walk, where,
+      [f, scalar](void* o, const void*, const void*, size_t n) { f(o, o, scalar, n); });
 }
 
 void run_interleave(bool back, Type type, View d0, View d1, View a, View b, int64_t count, Where where) {
@@ -202,14 +227,31 @@ static uint32_t cast_modes(Type from, Type to) {
   constexpr uint32_t none = 1, rint = 2, five = 2 | 4 | 8 | 16 | 32, odd = 64;
   const auto pair = [](Type a, Type b) { return (int)a * TYPES + (int)b; };
   const int key = pair(from, to);
-  static const struct { Type from, to; uint32_t modes; } kTable[] = {
-      {I8, I16, none}, {I8, F16, none}, {I8, I32, none}, {U8, U16, none}, {U8, F16, none}, {U8, U32, none}, {E2M1X2, BF16, none},
-      {E5M2, F32, none}, {E4M3, F32, none}, {I16, U8, none}, {I16, F16, five}, {I16, I32, none}, {I16, U32, none}, {I16, F32, none},
-      {U16, U8, none}, {U16, U32, none}, {F16, I8, five}, {F16, U8, five}, {F16, I16, five}, {F16, BF16, five}, {F16, I32, five},
-      {F16, F32, none}, {BF16, E2M1X2, five}, {BF16, F16, five}, {BF16, I32, five}, {BF16, F32, none}, {I32, U8, none}, {I32, I16, none},
-      {I32, U16, none}, {I32, F32, five}, {I32, I64, none}, {U32, U8, none}, {U32, I16, none}, {U32, U16, none}, {F32, E5M2, rint},
-      {F32, E4M3, rint}, {F32, I16, five}, {F32, F16, five | odd | none}, {F32, BF16, five}, {F32, I32, five}, {F32, F32, five},
-      {F32, I64, five}, {I64, I32, none}, {I64, F32, five}};
+  static const struct {
+    Type from, to;
+    uint32_t modes;
+  } kTable[] = {{I8, I16, none},      {I8, F16, none},
+                {I8, I32, none},      {U8, U16, none},
+                {U8, F16, none},      {U8, U32, none},
+                {E2M1X2, BF16, none}, {E5M2, F32, none},
+                {E4M3, F32, none},    {I16, U8, none},
+                {I16, F16, five},     {I16, I32, none},
+                {I16, U32, none},     {I16, F32, none},
+                {U16, U8, none},      {U16, U32, none},
+                {F16, I8, five},      {F16, U8, five},
+                {F16, I16, five},     {F16, BF16, five},
+                {F16, I32, five},     {F16, F32, none},
+                {BF16, E2M1X2, five}, {BF16, F16, five},
+                {BF16, I32, five},    {BF16, F32, none},
+                {I32, U8, none},      {I32, I16, none},
+                {I32, U16, none},     {I32, F32, five},
+                {I32, I64, none},     {U32, U8, none},
+                {U32, I16, none},     {U32, U16, none},
+                {F32, E5M2, rint},    {F32, E4M3, rint},
+                {F32, I16, five},     {F32, F16, five | odd | none},
+                {F32, BF16, five},    {F32, I32, five},
+                {F32, F32, five},     {F32, I64, five},
+                {I64, I32, none},     {I64, F32, five}};
   for (const auto& row : kTable)
     if (pair(row.from, row.to) == key) return row.modes;
   return 0;

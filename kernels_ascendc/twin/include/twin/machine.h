@@ -1,9 +1,10 @@
 // The model of the chip: cores with in-order pipes, local memories with shadows, and the happens-before rules.
 //
-// A kernel runs eagerly: an instruction takes effect when it is called. Whether a real chip would give the same result is
-// decided by clocks. Every pipe numbers its instructions; a pipe `knows` for each pipe of its group (one cube core and two
-// vector cores) the number up to which its effects are visible. SetFlag and its like carry that knowledge over. Two
-// accesses to the same 32 bytes, one of them a write, of which the later one does not know the earlier, are a race.
+// A kernel runs eagerly: an instruction takes effect when it is called. Whether a real chip would give the same
+// result is decided by clocks. Every pipe numbers its instructions; a pipe `knows` for each pipe of its group (one
+// cube core and two vector cores) the number up to which its effects are visible. SetFlag and its like carry that
+// knowledge over. Two accesses to the same 32 bytes, one of them a write, of which the later one does not know the
+// earlier, are a race.
 #pragma once
 
 #include <stddef.h>
@@ -32,7 +33,8 @@ struct Where {
   const char* file;
   int32_t line;
 };
-// As default arguments of a function: directly inside of a default argument's braces GCC gives the place of the declaration.
+// As default arguments of a function: directly inside of a default argument's braces GCC gives the place of the
+// declaration.
 constexpr Where here(const char* file = __builtin_FILE(), int32_t line = __builtin_LINE()) { return {file, line}; }
 #define TWIN_HERE ::twin::Where where = ::twin::here()
 
@@ -61,12 +63,13 @@ struct Group;
 
 struct Pipe {
   Clocks known;
-  uint32_t now, tid, first;  // number of the last instruction; index among the group's clocks; `now` when the launch began
+  uint32_t now, tid,
+      first;  // number of the last instruction; index among the group's clocks; `now` when the launch began
   uint8_t id;
-  bool self_ordered;         // later instructions of this pipe see the effects of earlier ones without a barrier
+  bool self_ordered;  // later instructions of this pipe see the effects of earlier ones without a barrier
   Core* core;
   const uint32_t* foreign;
-  int32_t saved;             // index of the saved copy of `known` for global memory, -1 when stale
+  int32_t saved;  // index of the saved copy of `known` for global memory, -1 when stale
   std::vector<Record> history;
 
   uint32_t epoch() const { return tid << kClockBits | now; }
@@ -103,20 +106,20 @@ struct Core {
   CoreKind kind;
   int block, blocks, sub_block, ratio;  // what GetBlockIdx and the like say
   Pipe pipe[kPipes];
-  Memory memory[kMemories];                     // those the core has hold data
-  Flag* flags;                                 // [source pipe][destination pipe][id]
-  uint8_t event_ids[64];                       // bits in use, by source * 8 + destination
+  Memory memory[kMemories];  // those the core has hold data
+  Flag* flags;               // [source pipe][destination pipe][id]
+  uint8_t event_ids[64];     // bits in use, by source * 8 + destination
   CrossFlag cross[32], cross_sync;
   uint64_t sync_rounds;
   uint64_t mask[2];
   bool count_mode;
   uint8_t atomic_op, atomic_type;
   bool in_vector_function;
-  uint32_t stores_seen;                        // stores up to this number are visible to the vector function's loads
-  Snapshot unit_m, unit_fix;                   // what unitFlag carries between Mmad and Fixpipe
+  uint32_t stores_seen;       // stores up to this number are visible to the vector function's loads
+  Snapshot unit_m, unit_fix;  // what unitFlag carries between Mmad and Fixpipe
   bool unit_m_set, unit_fix_set;
-  void* pipe_object;                           // the TPipe alive on this core
-  uint32_t allocated[16];                      // bytes given out by TPipe, by memory
+  void* pipe_object;       // the TPipe alive on this core
+  uint32_t allocated[16];  // bytes given out by TPipe, by memory
 };
 
 struct Group {
@@ -147,7 +150,7 @@ struct Stream {
   bool ordered_atomics;  // float atomics whose order is left to chance are errors
   std::vector<TraceRow> rows;
   std::vector<std::string> traced;  // the kernels whose launches the rows number
-  std::string report;    // everything the last launches complained of; empty when they were fine
+  std::string report;               // everything the last launches complained of; empty when they were fine
   int problems;
   double launch_ms;
 };
@@ -155,13 +158,13 @@ struct Stream {
 Stream* stream_of(void* handle);
 const Soc* find_soc(const char* name);
 
-// ---- problems ------------------------------------------------------------------------------------------------------
+// ---- problems -----------------------------------------------------------------------------------------------------
 
-__attribute__((format(printf, 1, 2))) void complain(const char* text, ...);               // and go on
-[[noreturn]] __attribute__((format(printf, 1, 2))) void give_up(const char* text, ...);   // and end the launch
+__attribute__((format(printf, 1, 2))) void complain(const char* text, ...);              // and go on
+[[noreturn]] __attribute__((format(printf, 1, 2))) void give_up(const char* text, ...);  // and end the launch
 std::string place(const Core& core);
 
-// ---- instructions --------------------------------------------------------------------------------------------------
+// ---- instructions -------------------------------------------------------------------------------------------------
 
 void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work);
 extern bool tracing;
@@ -194,7 +197,8 @@ void move_blocks(Pipe& pipe, Memory& from, uint64_t source, Memory& to, uint64_t
 // Checks order only; `holds` then says whether the bytes of a block were written.
 const uint8_t* load_unchecked(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what);
 bool holds(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t bytes_of_block);
-void valid_bytes(const Memory& memory, uint64_t first_block, uint64_t blocks, uint32_t* words);  // a bit for each byte written
+void valid_bytes(const Memory& memory, uint64_t first_block, uint64_t blocks,
+                 uint32_t* words);  // a bit for each byte written
 // Forgets what is held in [offset, offset + bytes): reading it before the next write is an error.
 void poison(Memory& memory, uint64_t offset, uint64_t bytes);
 
@@ -205,10 +209,11 @@ void global_access(Pipe& pipe, const void* address, uint64_t bytes, GlobalUse us
 void forget_regions();
 void add_region(const void* address, uint64_t bytes, const char* what);
 
-// ---- running -------------------------------------------------------------------------------------------------------
+// ---- running ------------------------------------------------------------------------------------------------------
 
 void wait_until(bool (*ready)(void*), void* context, const char* what, Where where);
-void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, void (*body)(void*), void* context);
+void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, void (*body)(void*),
+            void* context);
 
 // The UB that a pointer from GetPhyAddr lies in.
 inline Memory& memory_of_pointer(Core& core, const void* address) {

@@ -24,7 +24,9 @@ namespace AscendC {
 
 // Modes: 0 all cube cores or all vector cores; 1 the two vector cores of a core; 2 the cube core and both vector cores;
 // 4 the cube core and one vector core (the cube core's ids 16 and up belong to the second).
-template <uint8_t modeId, pipe_t pipe> inline void CrossCoreSetFlag(uint16_t flagId, TWIN_HERE) { twin::cross_set(modeId, (int)pipe, flagId, where); }
+template <uint8_t modeId, pipe_t pipe> inline void CrossCoreSetFlag(uint16_t flagId, TWIN_HERE) {
+  twin::cross_set(modeId, (int)pipe, flagId, where);
+}
 template <uint8_t modeId = 0, pipe_t pipe = PIPE_S> inline void CrossCoreWaitFlag(uint16_t flagId, TWIN_HERE) {
   twin::cross_wait(modeId, (int)pipe, flagId, where);
 }

@@ -33,7 +33,24 @@ using TEventID = int32_t;
 
 namespace AscendC {
 
-enum class TPosition : uint8_t { GM, A1, A2, B1, B2, C1, C2, CO1, CO2, VECIN, VECOUT, VECCALC, LCM, C2PIPE2GM, TSCM, MAX };
+enum class TPosition : uint8_t {
+  GM,
+  A1,
+  A2,
+  B1,
+  B2,
+  C1,
+  C2,
+  CO1,
+  CO2,
+  VECIN,
+  VECOUT,
+  VECCALC,
+  LCM,
+  C2PIPE2GM,
+  TSCM,
+  MAX
+};
 using QuePosition = TPosition;
 enum class Hardware : uint8_t { GM, UB, L1, L0A, L0B, L0C, BIAS, FIXBUF };
 enum class CacheMode { CACHE_MODE_DISABLE = 0, CACHE_MODE_NORMAL, CACHE_MODE_LAST, CACHE_MODE_PERSISTENT };
@@ -47,8 +64,14 @@ namespace twin {
 inline Memory& memory_at(Core& core, AscendC::TPosition position) {
   using P = AscendC::TPosition;
   switch (position) {
-    case P::VECIN: case P::VECOUT: case P::VECCALC: case P::LCM: return core.memory[kUb];
-    case P::A1: case P::B1: case P::C1: case P::TSCM: return core.group->core[0].memory[kL1];
+    case P::VECIN:
+    case P::VECOUT:
+    case P::VECCALC:
+    case P::LCM: return core.memory[kUb];
+    case P::A1:
+    case P::B1:
+    case P::C1:
+    case P::TSCM: return core.group->core[0].memory[kL1];
     case P::A2: return core.memory[kL0a];
     case P::B2: return core.memory[kL0b];
     case P::CO1: return core.memory[kL0c];
@@ -90,18 +113,22 @@ template <class T> class LocalTensor {
   T GetValue(uint32_t index, TWIN_HERE) const {
     twin::Pipe& pipe = twin::begin(twin::kS, twin::op_GetValue, where);
     T value;
-    memcpy(&value, twin::load(pipe, *memory_, offset_ + (uint64_t)index * sizeof(T), sizeof(T), "the tensor"), sizeof(T));
+    memcpy(&value, twin::load(pipe, *memory_, offset_ + (uint64_t)index * sizeof(T), sizeof(T), "the tensor"),
+           sizeof(T));
     twin::done(pipe, twin::op_GetValue, where, sizeof(T), 1);
     return value;
   }
   template <class V> void SetValue(uint32_t index, V value, TWIN_HERE) const {
     twin::Pipe& pipe = twin::begin(twin::kS, twin::op_SetValue, where);
     const T item = T(value);
-    memcpy(twin::store(pipe, *memory_, offset_ + (uint64_t)index * sizeof(T), sizeof(T), "the tensor"), &item, sizeof(T));
+    memcpy(twin::store(pipe, *memory_, offset_ + (uint64_t)index * sizeof(T), sizeof(T), "the tensor"), &item,
+           sizeof(T));
     twin::done(pipe, twin::op_SetValue, where, sizeof(T), 1);
   }
   template <class U> LocalTensor<U> ReinterpretCast() const {
-    return LocalTensor<U>(memory_, offset_, (uint32_t)((uint64_t)size_ * sizeof(T) * twin::kPerItem<U> / twin::kPerItem<T> / sizeof(U)), position_, slot_);
+    return LocalTensor<U>(memory_, offset_,
+                          (uint32_t)((uint64_t)size_ * sizeof(T) * twin::kPerItem<U> / twin::kPerItem<T> / sizeof(U)),
+                          position_, slot_);
   }
   T* GetPhyAddr() const { return reinterpret_cast<T*>(memory_->data + offset_); }
   T* GetPhyAddr(uint32_t elements) const { return GetPhyAddr() + elements; }
@@ -161,8 +188,9 @@ template <class T> class GlobalTensor {
   // Whether [offset, offset + bytes) lies inside what SetGlobalBuffer was given.
   void check(const twin::Pipe& pipe, uint64_t offset, uint64_t bytes, twin::Where where) const {
     if (size_ == ~0ull || offset + bytes <= size_ * sizeof(T) / twin::kPerItem<T>) return;
-    twin::give_up("%s at %s:%d reaches bytes [%llu, %llu) of a GlobalTensor of %llu elements of %d bytes", twin::op_now(pipe), where.file,
-                  where.line, (unsigned long long)offset, (unsigned long long)(offset + bytes), (unsigned long long)size_, (int)sizeof(T));
+    twin::give_up("%s at %s:%d reaches bytes [%llu, %llu) of a GlobalTensor of %llu elements of %d bytes",
+                  twin::op_now(pipe), where.file, where.line, (unsigned long long)offset,
+                  (unsigned long long)(offset + bytes), (unsigned long long)size_, (int)sizeof(T));
   }
   uint8_t* bytes() const { return reinterpret_cast<uint8_t*>(address_); }
 

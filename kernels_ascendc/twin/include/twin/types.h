@@ -1,6 +1,7 @@
 // The device's number formats as bytes, and their exact conversions to and from float.
 //
-// Rounding follows the pages "precision_conversion" and "Cast"; overflow saturates, NaN stays NaN where the format has one.
+// Rounding follows the pages "precision_conversion" and "Cast"; overflow saturates, NaN stays NaN where the format
+// has one.
 #pragma once
 
 #include <stdint.h>
@@ -37,8 +38,8 @@ static inline bool rounds_up(RoundMode mode, bool negative, uint32_t kept, uint6
   }
 }
 
-// A float in a small format of `exponent_bits` and `mantissa_bits` (bias 2^(e-1)-1), as the magnitude's bits, subnormals
-// included. `largest` is the biggest finite code; anything above saturates to it.
+// A float in a small format of `exponent_bits` and `mantissa_bits` (bias 2^(e-1)-1), as the magnitude's bits,
+// subnormals included. `largest` is the biggest finite code; anything above saturates to it.
 static inline uint32_t to_small(float x, int exponent_bits, int mantissa_bits, uint32_t largest, RoundMode mode) {
   const uint32_t u = bits_of(x) & 0x7fffffffu;
   const bool negative = bits_of(x) >> 31;
@@ -122,10 +123,13 @@ static inline uint8_t to_e2m1(float x, RoundMode mode = RoundMode::CAST_RINT) {
   return (uint8_t)(sign | to_small(x, 2, 1, 7u, mode));
 }
 static inline float from_e2m1(uint8_t c) {
-  static const float values[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  static const float values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                   -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
   return values[c & 15];
 }
-static inline float from_e8m0(uint8_t c) { return c == 255 ? float_of(0x7fc00000u) : c == 0 ? float_of(0x00400000u) : float_of((uint32_t)c << 23); }
+static inline float from_e8m0(uint8_t c) {
+  return c == 255 ? float_of(0x7fc00000u) : c == 0 ? float_of(0x00400000u) : float_of((uint32_t)c << 23);
+}
 
 // The nearest whole number by a rounding mode, exactly.
 static inline double whole(double x, RoundMode mode) {
@@ -182,16 +186,32 @@ enum Type : uint8_t { F32, F16, BF16, I32, U32, I16, U16, I8, U8, I64, U64, E4M3
 
 template <class T> struct TypeOf;
 #define TWIN_TYPE(name, code) \
-  template <> struct TypeOf<name> { static constexpr Type value = code; };
-TWIN_TYPE(float, F32) TWIN_TYPE(half, F16) TWIN_TYPE(bfloat16_t, BF16) TWIN_TYPE(int32_t, I32) TWIN_TYPE(uint32_t, U32)
-TWIN_TYPE(int16_t, I16) TWIN_TYPE(uint16_t, U16) TWIN_TYPE(int8_t, I8) TWIN_TYPE(uint8_t, U8) TWIN_TYPE(int64_t, I64)
-TWIN_TYPE(uint64_t, U64) TWIN_TYPE(fp8_e4m3fn_t, E4M3) TWIN_TYPE(fp8_e5m2_t, E5M2) TWIN_TYPE(fp4x2_e2m1_t, E2M1X2)
-TWIN_TYPE(fp8_e8m0_t, E8M0) TWIN_TYPE(AscendC::mx_fp8_e4m3_t, E4M3) TWIN_TYPE(AscendC::mx_fp8_e5m2_t, E5M2)
+  template <> struct TypeOf<name> { \
+    static constexpr Type value = code; \
+  };
+TWIN_TYPE(float, F32)
+TWIN_TYPE(half, F16)
+TWIN_TYPE(bfloat16_t, BF16)
+TWIN_TYPE(int32_t, I32)
+TWIN_TYPE(uint32_t, U32)
+TWIN_TYPE(int16_t, I16)
+TWIN_TYPE(uint16_t, U16)
+TWIN_TYPE(int8_t, I8)
+TWIN_TYPE(uint8_t, U8)
+TWIN_TYPE(int64_t, I64)
+TWIN_TYPE(uint64_t, U64)
+TWIN_TYPE(fp8_e4m3fn_t, E4M3)
+TWIN_TYPE(fp8_e5m2_t, E5M2)
+TWIN_TYPE(fp4x2_e2m1_t, E2M1X2)
+TWIN_TYPE(fp8_e8m0_t, E8M0)
+TWIN_TYPE(AscendC::mx_fp8_e4m3_t, E4M3)
+TWIN_TYPE(AscendC::mx_fp8_e5m2_t, E5M2)
 #undef TWIN_TYPE
 template <class T> constexpr Type type_of = TypeOf<T>::value;
 
-inline constexpr const char* kTypeNames[TYPES] = {"float", "half", "bfloat16_t", "int32_t", "uint32_t", "int16_t", "uint16_t", "int8_t",
-                                                  "uint8_t", "int64_t", "uint64_t", "fp8_e4m3fn_t", "fp8_e5m2_t", "fp4x2_e2m1_t", "fp8_e8m0_t"};
+inline constexpr const char* kTypeNames[TYPES] = {
+    "float",   "half",    "bfloat16_t", "int32_t",      "uint32_t",   "int16_t",      "uint16_t",  "int8_t",
+    "uint8_t", "int64_t", "uint64_t",   "fp8_e4m3fn_t", "fp8_e5m2_t", "fp4x2_e2m1_t", "fp8_e8m0_t"};
 inline constexpr uint8_t kTypeBytes[TYPES] = {4, 2, 2, 4, 4, 2, 2, 1, 1, 8, 8, 1, 1, 1, 1};
 
 }  // namespace twin
