@@ -73,7 +73,8 @@ def _attention(name: str, compressed: str | None) -> Problem:
         paged = (_cache(compressed, D, 64), meta(R, 2048, dtype=I32), compressed, 64, meta(T, SELECTED, dtype=I32))
     args = (
         meta(T, HEADS, D), _cache("fp8_32", D, 0), *ints, "fp8_32", *paged,
-        meta(T, dtype=I32), meta(T, dtype=I32), meta(HEADS, dtype=F32), D**-0.5, WINDOW, meta(1, dtype=I32), meta(T, HEADS, D),
+        meta(T, dtype=I32), meta(T, dtype=I32), meta(HEADS, dtype=F32), D**-0.5, WINDOW, meta(1, dtype=I32),
+        meta(T, HEADS, D),
     )  # fmt: skip
     return Problem(f"sparse_attention {name}", "sparse_attention", args, product=True)
 
@@ -82,8 +83,9 @@ def _index(name: str, candidates: int | None) -> Problem:
     q, q_scale = meta(T, INDEX_HEADS, INDEX_D // 2, dtype=U8), meta(T, INDEX_HEADS, INDEX_D // 32, dtype=U8)
     width = 8 * candidates if candidates else 65536
     args = (
-        q, q_scale, meta(T, INDEX_HEADS), _cache("mxfp4_32", INDEX_D, 64), meta(R, 2048, dtype=I32), meta(T, dtype=I32),
-        meta(T, dtype=I32), meta(T, candidates, dtype=I32) if candidates else None, 8, "mxfp4_32", 64, meta(1, dtype=I32),
+        q, q_scale, meta(T, INDEX_HEADS), _cache("mxfp4_32", INDEX_D, 64), meta(R, 2048, dtype=I32),
+        meta(T, dtype=I32), meta(T, dtype=I32), meta(T, candidates, dtype=I32) if candidates else None, 8,
+        "mxfp4_32", 64, meta(1, dtype=I32),
         meta(T, width, dtype=F32),
     )  # fmt: skip
     return Problem(f"score_index {name}", "score_index", args, product=True)
@@ -105,7 +107,15 @@ def _residual() -> Iterator[Problem]:
     packed = (meta(rows, INDEX_D // 2, dtype=U8), meta(rows, INDEX_D // 32, dtype=U8))
     yield Problem("quantise mxfp4_32", "quantise", (meta(rows, INDEX_D), "mxfp4_32", None, *packed, None))
     yield Problem("dequantise fp8_32", "dequantise", (*coded, "fp8_32", count, meta(T, H)))
-    pre_args = (streams, meta(mixes, STREAMS * H, dtype=F32), meta(mixes, dtype=F32), meta(3, dtype=F32), pre, 1e-20, 1e-6)
+    pre_args = (
+        streams,
+        meta(mixes, STREAMS * H, dtype=F32),
+        meta(mixes, dtype=F32),
+        meta(3, dtype=F32),
+        pre,
+        1e-20,
+        1e-6,
+    )
     yield Problem("hyper_connection_pre", "hyper_connection_pre", (*pre_args, 20, count, meta(T, H), pre, pre, comb))
     yield Problem("hyper_connection_post", "hyper_connection_post", (meta(T, H), pre, comb, count, streams))
     yield Problem("stream_collapse", "stream_collapse", (streams, pre, count, meta(T, H)))
@@ -115,7 +125,9 @@ def _moe() -> Iterator[Problem]:
     count, ids = meta(1, dtype=I32), meta(T, TOP_K, dtype=I32)
     pairs, weights = T * TOP_K, meta(T, TOP_K, dtype=F32)
     logits = (meta(T, EXPERTS, dtype=F32), meta(EXPERTS, dtype=F32))
-    yield Problem("route_topk", "route_topk", (*logits, TOP_K, 1.5, None, count, ids, weights, meta(EXPERTS, dtype=I32)))
+    yield Problem(
+        "route_topk", "route_topk", (*logits, TOP_K, 1.5, None, count, ids, weights, meta(EXPERTS, dtype=I32))
+    )
     lists = (meta(EXPERTS + 1, dtype=I32), meta(pairs, dtype=I32), meta(T, TOP_K, dtype=I32))
     x = (meta(T, H, dtype=U8), meta(T, H // 32, dtype=U8))
     out = (meta(pairs, H, dtype=U8), meta(pairs, H // 32, dtype=U8))

@@ -1,8 +1,8 @@
 """Makes the virtual environments of checks whose packages must not meet the project's own (another Triton, torch_npu).
 
-An environment is kept under `$DEEPINFER_CACHE` (default ~/.cache/deepinfer), keyed by its packages and by the Python that
-made it, and used again while that key is the same. It sees the maker's packages after its own, so torch, numpy and
-pytest are not installed twice.
+An environment is kept under `$DEEPINFER_CACHE` (default ~/.cache/deepinfer), keyed by its packages and by the Python
+that made it, and used again while that key is the same. It sees the maker's packages after its own, so torch, numpy
+and pytest are not installed twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The twin's own speed: cost of a launch, cube GFLOP/s a core, vector nanoseconds per 64 lanes. Race detection is on.
 
-    PYTHONPATH=hal:backends/ascend python tools/ascend/bench_twin.py
+PYTHONPATH=hal:backends/ascend python tools/ascend/bench_twin.py
 """
 
 from __future__ import annotations

@@ -14,7 +14,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from virtual_environment import EnvironmentFailed, environment  # noqa: E402
 
 TORCH = "2.13.0"
-LOWERING = ["triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", "pybind11", "pyyaml", "attrs", "decorator", "psutil", "scipy"]
+LOWERING = [
+    "triton-ascend==3.2.0",
+    "ascendnpu-ir==1.2.0",
+    "pybind11",
+    "pyyaml",
+    "attrs",
+    "decorator",
+    "psutil",
+    "scipy",
+]
 TORCH_NPU = [f"torch-npu=={TORCH}", "pyyaml"]
 
 

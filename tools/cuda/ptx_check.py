@@ -1,4 +1,6 @@
-"""What the PTX of a kernel must and must not hold, per target: the assertions of design section 5 as one pure function."""
+"""What the PTX of a kernel must and must not hold, per target: the assertions of design section 5 as one pure
+function.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The one tile of every GEMM: FEATURES weight rows times TOKENS activation rows over all of K, in a fixed order.
 
-The product is made transposed, y^T = W x^T, so that the weights fill the matrix unit's long side at any token count: a
-64-row side would make `tl.dot_scaled` fall back to BF16 on SM100. Neither tile nor order of summation depends on how many
-rows a call has, so a row's bits are its own.
+The product is made transposed, y^T = W x^T, so that the weights fill the matrix unit's long side at any token count:
+a 64-row side would make `tl.dot_scaled` fall back to BF16 on SM100. Neither tile nor order of summation depends on
+how many rows a call has, so a row's bits are its own.
 
 DOT says how quantised operands meet (`targets.Target.dot`). Exactness does not depend on it: every code times its scale
 is a BF16 number, and all sums are FP32.
@@ -102,7 +102,9 @@ def store_tile(
 
 
 def dot_of(target_dot: str, x_format: str, weight_format: str) -> str:
-    """How this pair of operands meets on a target: float32 on either side stays float32, two quantised ones may be scaled."""
+    """How this pair of operands meets on a target: float32 on either side stays float32, two quantised ones may be
+    scaled.
+    """
     if "f32" in (x_format, weight_format, target_dot):
         return "f32"
     if target_dot == "scaled" and x_format == "u8" and weight_format != "bf16":

@@ -1,7 +1,7 @@
 """The one way a kernel is started, so that what is assembled without a device is what would be started on one.
 
-    with recording() as made: rms_norm(SM100, x, ...)      # tensors may be on the meta device
-    made[0].kernel, made[0].args, made[0].constants        # nothing ran
+with recording() as made: rms_norm(SM100, x, ...)      # tensors may be on the meta device
+made[0].kernel, made[0].args, made[0].constants        # nothing ran
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Codes and scales on bits, for kernels: the device half of `deepinfer_hal.formats`, and the only place with this arithmetic.
+"""Codes and scales on bits, for kernels: the device half of `deepinfer_hal.formats`, and the only place with this
+arithmetic.
 
-Everything is integer arithmetic and exact float32 products, so a target needs no FP8 type. Codes are read as
-uint8 and made as int32, which the caller stores as bytes. No float32 subnormal is made on the way, but for the value of ue8m0 code 0.
+Everything is integer arithmetic and exact float32 products, so a target needs no FP8 type. Codes are read as uint8
+and made as int32, which the caller stores as bytes. No float32 subnormal is made on the way, but for the value of
+ue8m0 code 0.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ NATIVE_FP8 = tl.constexpr(not INTERPRETING.value and "nvidia" in backends and "a
 """Whether codes are decoded by the chip's own e4m3 conversion, which is exact and needs far fewer registers."""
 
 
-
 @triton.jit
 def as_float(bits):
     """int32 bits as float32."""
@@ -37,7 +38,9 @@ def as_bits(x):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """float32 x in dtype, to nearest even. Triton's interpreter truncates to BF16, so there the bits are rounded first."""
+    """float32 x in dtype, to nearest even. Triton's interpreter truncates to BF16, so there the bits are rounded
+    first.
+    """
     if INTERPRETING and dtype == tl.bfloat16:
         bits = as_bits(x)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000

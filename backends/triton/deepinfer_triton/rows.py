@@ -21,13 +21,14 @@ from deepinfer_triton.numeric import (
     unpack,
 )
 
-
 FORMATS = row_layout.ROW_FORMATS
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Byte distances in a cache block: row r has its codes at r * code_pitch and its scales at scale_base + r * scale_pitch."""
+    """Byte distances in a cache block: row r has its codes at r * code_pitch and its scales at scale_base + r *
+    scale_pitch.
+    """
 
     block_rows: int
     code_pitch: int
@@ -43,7 +44,11 @@ class Geometry:
 
 def geometry(format: str, width: int, block_rows: int) -> Geometry:
     """Distances of rows of `width` values; block_rows 0 is a window store, one packed row a block."""
-    rows, codes, scales = max(block_rows, 1), row_layout.code_bytes(format, width), row_layout.scale_bytes(format, width)
+    rows, codes, scales = (
+        max(block_rows, 1),
+        row_layout.code_bytes(format, width),
+        row_layout.scale_bytes(format, width),
+    )
     if format in row_layout.SECTIONED:
         return Geometry(rows, codes, rows * codes, scales)
     return Geometry(rows, codes + scales, codes, codes + scales)
@@ -55,7 +60,10 @@ def tile_width(width: int) -> int:
 
 
 @triton.jit
-def row_offsets(slot, block_bytes, BLOCK_ROWS: tl.constexpr, CODE_PITCH: tl.constexpr, SCALE_BASE: tl.constexpr, SCALE_PITCH: tl.constexpr):  # fmt: skip
+def row_offsets(
+    slot, block_bytes, BLOCK_ROWS: tl.constexpr, CODE_PITCH: tl.constexpr, SCALE_BASE: tl.constexpr,
+    SCALE_PITCH: tl.constexpr,
+):  # fmt: skip
     """int64 byte offsets (codes, scales) of row slots."""
     block = (slot // BLOCK_ROWS).to(tl.int64) * block_bytes
     row = slot % BLOCK_ROWS

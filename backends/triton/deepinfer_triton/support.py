@@ -1,7 +1,7 @@
 """How an op file offers its kernel, and the refusals that several of them share.
 
-A kernel answers Yes only when it serves every call that the statics leave open, so each check looks at what is named and
-refuses what it cannot do; sizes that a call may still have are served by masking.
+A kernel answers Yes only when it serves every call that the statics leave open, so each check looks at what is named
+and refuses what it cannot do; sizes that a call may still have are served by masking.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ class Target:
     """A kind of device and the choices that depend on it.
 
     dot: how quantised operands meet. "scaled": codes and scales go to the matrix unit as they are; "bf16": they are
-    expanded to BF16 first, which is exact; "f32": everything is widened (Triton's interpreter miscomputes BF16 products).
-    features, tokens, depth: a GEMM tile's weight rows, activation rows and K. keys: keys that an attention step gathers.
-    columns: width of a tile of the row-wise kernels.
+    expanded to BF16 first, which is exact; "f32": everything is widened (Triton's interpreter miscomputes BF16
+    products). features, tokens, depth: a GEMM tile's weight rows, activation rows and K. keys: keys that an attention
+    step gathers. columns: width of a tile of the row-wise kernels.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Target:
 
 
 INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256, head_group=64)
-SM90 = Target("sm90", "bf16", depth=64, keys=32, head_group=16)
+SM90 = Target("sm90", "bf16", depth=64, keys=16, head_group=16)
 SM100 = Target("sm100", "scaled", keys=32)
 ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, index_columns=64)
 

@@ -1,4 +1,5 @@
-"""Weight tiles for kernels, from the checkpoint's own bytes (`CanonicalWeight`), so that no weight is expanded in memory.
+"""Weight tiles for kernels, from the checkpoint's own bytes (`CanonicalWeight`), so that no weight is expanded in
+memory.
 
 A backend that offers these kernels keeps the canonical layout for the roles they serve: `stored` takes what
 `WeightHandle.canonical()` gives, which for that layout neither allocates nor copies.
@@ -25,7 +26,9 @@ def stored(weight: WeightHandle) -> CanonicalWeight:
 
 
 def weight_arguments(kept: CanonicalWeight) -> dict[str, Any]:
-    """Constants that tell a kernel how the bytes of one matrix lie: format and bytes (or values) of an expert's matrix."""
+    """Constants that tell a kernel how the bytes of one matrix lie: format and bytes (or values) of an expert's
+    matrix.
+    """
     matrix, scales = kept.values[0] if kept.values.dim() == 3 else kept.values, kept.scales
     if scales is not None and scales.dim() == 3:
         scales = scales[0]
@@ -39,9 +42,7 @@ def weight_arguments(kept: CanonicalWeight) -> dict[str, Any]:
 
 
 @triton.jit
-def load_scale_tile(
-    scales, n, k_start, N: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, FORMAT: tl.constexpr
-):
+def load_scale_tile(scales, n, k_start, N: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, FORMAT: tl.constexpr):
     """uint8 ue8m0 codes [rows, DEPTH / 32] of rows n from column k_start on; 127 (a factor of one) outside."""
     GROUPS: tl.constexpr = (K + 31) // 32
     group = k_start // 32 + tl.arange(0, DEPTH // 32)

@@ -1,7 +1,7 @@
 """grouped_gemm: tiles never straddle experts, and which expert a tile has is found on the device.
 
-The grid has a tile for every TOKENS rows and one more per expert, the most that any split of the rows can need; a program
-whose tile does not exist returns at once.
+The grid has a tile for every TOKENS rows and one more per expert, the most that any split of the rows can need; a
+program whose tile does not exist returns at once.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def grouped_gemm(target: Target, x, x_scale, weight, offsets, out, out_scale=Non
     coded = out.dtype == torch.uint8
     grid = (triton.cdiv(features, target.features), triton.cdiv(rows, target.tokens) + min(experts, rows))
     launch(
-        grouped_gemm_kernel, grid, x, x.stride(0), x_scale if x.dtype == torch.uint8 else None, kept.values, kept.scales,
-        offsets, out, out.stride(0), out_scale if coded else None, **weight_arguments(kept),
-        E=experts, EP=triton.next_power_of_2(experts), FEATURES=target.features, TOKENS=target.tokens, DEPTH=target.depth,
+        grouped_gemm_kernel, grid, x, x.stride(0), x_scale if x.dtype == torch.uint8 else None, kept.values,
+        kept.scales, offsets, out, out.stride(0), out_scale if coded else None, **weight_arguments(kept),
+        E=experts, EP=triton.next_power_of_2(experts), FEATURES=target.features, TOKENS=target.tokens,
+        DEPTH=target.depth,
         DOT=dot_of(target.dot, DTYPE_NAMES[x.dtype], kept.format), warps=target.gemm_warps, stages=3,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """hyper_connection_pre: one program per row.
 
-Projections and the mean square are summed over tiles of fixed width in one order, then the Sinkhorn iterations run on an
-[m, m] tile, and the row is collapsed with the coefficients of the site before.
+Projections and the mean square are summed over tiles of fixed width in one order, then the Sinkhorn iterations run on
+an [m, m] tile, and the row is collapsed with the coefficients of the site before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """permute: a stable counting sort without a workspace, then a copy of rows.
 
-One program per expert counts what sorts before it, then numbers its own pairs in order; one more program marks the pairs
-without a row. Every program reads all ids: 24 576 of them for 4 096 tokens, which stay in the cache.
+One program per expert counts what sorts before it, then numbers its own pairs in order; one more program marks the
+pairs without a row. Every program reads all ids: 24 576 of them for 4 096 tokens, which stay in the cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def sort_kernel(ids, count, rows, offsets, source, inverse, E: tl.constexpr, K: 
             tl.store(inverse + pair, place, mask=mine > 0)
             row += tl.sum(mine, axis=0)
         else:
-            tl.store(inverse + pair, tl.full([TILE], -1, tl.int32), mask=((chosen < 0) | (chosen >= E)) & (pair < pairs))
+            tl.store(
+                inverse + pair, tl.full([TILE], -1, tl.int32), mask=((chosen < 0) | (chosen >= E)) & (pair < pairs)
+            )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,7 +65,8 @@ def permute(target: Target, x, x_scale, ids, experts, count, out, out_scale, off
     tile = min(target.columns, max(32, triton.next_power_of_2(width)))
     launch(sort_kernel, (experts + 1,), ids, count, rows, offsets, source, inverse, E=experts, K=k, TILE=target.columns)
     launch(
-        copy_kernel, (rows * k, triton.cdiv(width, tile)), x, x.stride(0), x_scale, count, rows, inverse, out, out_scale,
+        copy_kernel, (rows * k, triton.cdiv(width, tile)), x, x.stride(0), x_scale, count, rows, inverse, out,
+        out_scale,
         K=k, WIDTH=width, TILE=tile,
     )  # fmt: skip
 

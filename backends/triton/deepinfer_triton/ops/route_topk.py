@@ -1,4 +1,5 @@
-"""route_topk: one program per token picks its experts one after the other; counts are integer atomics, so they are exact.
+"""route_topk: one program per token picks its experts one after the other; counts are integer atomics, so they are
+exact.
 
 softplus(x) = max(x, 0) + log1p(exp(-|x|)), with log1p by its own series: a fast logarithm would lose the small scores.
 """

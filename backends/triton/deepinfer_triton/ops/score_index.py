@@ -1,7 +1,7 @@
 """score_index: one program per token and column tile decodes keys once and scores them for all heads.
 
-Products of two MXFP4 values and their scales are exact in BF16 operands; heads are added in FP32 in the tile's own order,
-which no other row or column can change.
+Products of two MXFP4 values and their scales are exact in BF16 operands; heads are added in FP32 in the tile's own
+order, which no other row or column can change.
 """
 
 from __future__ import annotations

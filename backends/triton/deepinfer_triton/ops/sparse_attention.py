@@ -1,10 +1,11 @@
 """sparse_attention: one program per row and group of heads walks that row's own key list, left to right.
 
-Products are made transposed, K q^T and K^T p^T, so that the keys fill the matrix unit's long side for any number of heads.
-Keys are the window rows, then the selected rows; a step gathers `target.keys` of them, wherever they lie, decodes them to
-values that BF16 holds exactly, and uses them as key and value. Probabilities are split into two BF16 numbers, so their
-product with the values keeps FP32's precision. The list is never split between programs: how long other rows' lists are
-cannot change a row's bits.
+Products are made transposed, K q^T and K^T p^T, so that the keys fill the matrix unit's long side for any number of
+heads. Keys are the window rows, then the selected rows; a step gathers `target.keys` of one kind, wherever they lie,
+decodes them to values that BF16 holds exactly, and uses them as key and value. Probabilities are split into two BF16
+numbers, so their product with the values keeps FP32's precision. The list is never split between programs: how long
+other rows' lists are cannot change a row's bits. Window and selected rows are cut into pieces apart, finer than the
+card's 64 keys: the same sums within its tolerance, not the same bits as a kernel with pieces of 64.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def selected_count(rows, t, stride, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def attend(query, values, there, scale, peak, total, acc, WIDE: tl.constexpr):
-    """One piece of keys joins a running softmax: peak, total [HP], acc [TILE, HP]; values [KEYS, TILE], query [HP, TILE]."""
+    """One piece of keys joins a running softmax: peak, total [HP], acc [TILE, HP]; values [KEYS, TILE], query [HP,
+    TILE].
+    """
     if WIDE:
         score = tl.dot(values, tl.trans(query.to(tl.float32)), input_precision="ieee") * scale
     else:
@@ -118,11 +121,13 @@ def sparse_attention(
     wide = "f32" in (target.dot, window_format, compressed_format) or q.dtype == torch.float32
     group = min(target.head_group, max(16, triton.next_power_of_2(heads)))
     launch(
-        sparse_attention_kernel, (tokens, triton.cdiv(heads, group)), q, q.stride(0), q.stride(1), window, window.stride(0),
-        window_base, window_origin, window_modulo, compressed, 0 if rows is None else compressed.stride(0),
-        block_table, 0 if rows is None else block_table.stride(0), rows, chosen, row_to_req, positions, sink, scale,
+        sparse_attention_kernel, (tokens, triton.cdiv(heads, group)), q, q.stride(0), q.stride(1), window,
+        window.stride(0), window_base, window_origin, window_modulo, compressed,
+        0 if rows is None else compressed.stride(0), block_table, 0 if rows is None else block_table.stride(0), rows,
+        chosen, row_to_req, positions, sink, scale,
         count, tokens, out,
-        **geometry(window_format, width, 0).constants("W_"), **geometry(compressed_format, width, block_rows).constants(),
+        **geometry(window_format, width, 0).constants("W_"),
+        **geometry(compressed_format, width, block_rows).constants(),
         WINDOW_FORMAT=window_format, FORMAT=compressed_format, WINDOW_TOKENS=window_tokens,
         K=chosen, KP=triton.next_power_of_2(max(chosen, 1)), HEADS=heads, HP=group, D=width, TILE=tile_width(width),
         KEYS=target.keys, WIDE=wide, warps=target.attention_warps, stages=1,

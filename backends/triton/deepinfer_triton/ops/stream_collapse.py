@@ -34,7 +34,16 @@ def stream_collapse(target: Target, streams, pre, count, out) -> None:
     rows, m, hidden = streams.shape
     tile = min(target.columns, triton.next_power_of_2(hidden))
     launch(
-        stream_collapse_kernel, (rows, triton.cdiv(hidden, tile)), streams, pre, count, rows, out, M=m, H=hidden, TILE=tile
+        stream_collapse_kernel,
+        (rows, triton.cdiv(hidden, tile)),
+        streams,
+        pre,
+        count,
+        rows,
+        out,
+        M=m,
+        H=hidden,
+        TILE=tile,
     )
 
 

@@ -15,14 +15,14 @@ from deepinfer_triton.targets import Target
 
 @triton.jit(do_not_specialize=["height"])
 def swiglu_quantise_kernel(
-    gate_up, stride, weights, source, limit, rows, height, out, out_scale, I: tl.constexpr, TILE: tl.constexpr
+    gate_up, stride, weights, source, limit, rows, height, out, out_scale, WIDTH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row < valid_rows(rows, height):
         at = tl.program_id(1) * TILE + tl.arange(0, TILE // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-        inside = at < I
+        inside = at < WIDTH
         gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * stride + I + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * stride + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
         gate = tl.where(gate > limit, limit, gate)  # comparisons, so that NaN stays NaN
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         value = gate / (1.0 + tl.exp(-gate)) * up
@@ -30,11 +30,11 @@ def swiglu_quantise_kernel(
             value *= tl.load(weights + tl.load(source + row))
         if out_scale is not None:
             code, scale = quantise_groups(value, "fp8_32")
-            tl.store(out + row * I + at, code.to(tl.uint8), mask=inside)
+            tl.store(out + row * WIDTH + at, code.to(tl.uint8), mask=inside)
             group = tl.program_id(1) * (TILE // 32) + tl.arange(0, TILE // 32)
-            tl.store(out_scale + row * (I // 32) + group, scale.to(tl.uint8), mask=group < I // 32)
+            tl.store(out_scale + row * (WIDTH // 32) + group, scale.to(tl.uint8), mask=group < WIDTH // 32)
         else:
-            tl.store(out + row * I + at, narrow(value, out.dtype.element_ty), mask=inside)
+            tl.store(out + row * WIDTH + at, narrow(value, out.dtype.element_ty), mask=inside)
 
 
 def swiglu_quantise(target: Target, gate_up, weights, source, limit, rows, out, out_scale=None) -> None:
@@ -42,7 +42,7 @@ def swiglu_quantise(target: Target, gate_up, weights, source, limit, rows, out, 
     tile = min(target.columns, tile_width(width))
     launch(
         swiglu_quantise_kernel, (height, triton.cdiv(width, tile)), gate_up, gate_up.stride(0), weights, source, limit,
-        rows, height, out, out_scale if out.dtype == torch.uint8 else None, I=width, TILE=tile,
+        rows, height, out, out_scale if out.dtype == torch.uint8 else None, WIDTH=width, TILE=tile,
     )  # fmt: skip
 
 

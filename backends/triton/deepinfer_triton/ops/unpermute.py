@@ -12,9 +12,7 @@ from deepinfer_triton.targets import Target
 
 
 @triton.jit(do_not_specialize=["height"])
-def unpermute_kernel(
-    rows, inverse, shared, count, height, out, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr
-):
+def unpermute_kernel(rows, inverse, shared, count, height, out, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     if t < valid_rows(count, height):
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -1,4 +1,6 @@
-"""write_kv and store_draft_kv: norm, rope, quantise and store of a row in one program, rounding where their cards say."""
+"""write_kv and store_draft_kv: norm, rope, quantise and store of a row in one program, rounding where their cards
+say.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,186 @@
+"""Holds the Ascend backend's torch_npu calls against what is registered. Runs inside the torch_npu environment.
+
+Vendor ops: each path runs on meta tensors under a recorder; every npu:: call it made is checked for dtypes and shapes
+against its `VendorOp`, and what its meta kernel gave against the promised results. Then mutants of each call (a wrong
+dtype, a missing argument, a transposed shape) must be noticed. Runtime calls: path and argument names must exist.
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "hal", "backends/ascend")]
+
+import torch  # noqa: E402
+import torch_npu  # noqa: E402
+from deepinfer_ascend.vendor_ops import RUNTIME_CALLS, VENDOR_OPS, Expected, RuntimeCall, VendorOp  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+
+@dataclass
+class Call:
+    """A recorded npu:: call: arguments by name, results in order."""
+
+    op: Any
+    arguments: dict[str, Any]
+    results: tuple[Any, ...]
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the npu:: calls made inside; they run, on meta tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "npu":
+            names = [argument.name for argument in func._schema.arguments]
+            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            results = result if isinstance(result, (tuple, list)) else (result,)
+            self.calls.append(Call(func, arguments, tuple(results)))
+        return result
+
+
+def mismatches(what: str, tensor: Any, expected: Expected, sizes: dict[str, int]) -> list[str]:
+    """How a tensor differs from what is expected; `sizes` learns the names it meets first."""
+    if not isinstance(tensor, torch.Tensor):
+        return [f"{what} is {type(tensor).__name__}, must be a tensor"]
+    found = []
+    if tensor.dtype not in expected.dtypes:
+        found.append(f"{what} is {tensor.dtype}, must be {' or '.join(map(str, expected.dtypes))}")
+    if tensor.dim() != len(expected.dims):
+        return [*found, f"{what} is {list(tensor.shape)}, must be [{', '.join(expected.dims)}]"]
+    for size, dim in zip(tensor.shape, expected.dims, strict=True):
+        wanted = 1
+        for name in re.split(r"\*", dim):
+            wanted *= int(name) if name.isdigit() else sizes.setdefault(name, size) if name == dim else sizes[name]
+        if size != wanted:
+            found.append(f"{what} is {list(tensor.shape)}: {dim} must be {wanted}")
+    return found
+
+
+def objections(vendor: VendorOp, arguments: dict[str, Any], sizes: dict[str, int]) -> list[str]:
+    """Everything wrong with a call of `vendor` with these arguments: declaration, schema, meta kernel, results."""
+    op = getattr(torch.ops.npu, vendor.name).default
+    known = {argument.name: argument for argument in op._schema.arguments}
+    found = [f"{name} is no argument of {vendor.name}" for name in arguments if name not in known]
+    found += [
+        f"{name} is missing" for name, one in known.items() if not one.has_default_value() and name not in arguments
+    ]
+    sizes = dict(sizes)
+    for name, expected in vendor.inputs.items():
+        if name in arguments:
+            found += mismatches(name, arguments[name], expected, sizes)
+        elif not any(f"{name} is missing" == one for one in found):
+            found.append(f"{name} is missing")
+    if found:
+        return found
+    try:
+        results = op(**arguments)
+    except Exception as error:  # noqa: BLE001  (schema and meta kernel raise what they like)
+        return [f"the call fails: {str(error).splitlines()[0][:200]}"]
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    if len(results) != len(vendor.results):
+        return [f"{vendor.name} gives {len(results)} results, not {len(vendor.results)}"]
+    for index, (result, expected) in enumerate(zip(results, vendor.results, strict=True)):
+        found += mismatches(f"result {index}", result, expected, sizes)
+    return found
+
+
+def mutants(vendor: VendorOp, arguments: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(what was broken, arguments) for every declared tensor argument: dtype, absence, and order of dimensions."""
+    made = []
+    for name, value in arguments.items():
+        if name not in vendor.inputs:
+            continue
+        wrong = torch.float16 if value.dtype != torch.float16 else torch.int8
+        made.append((f"{name} as {wrong}", {**arguments, name: value.to(wrong)}))
+        made.append((f"without {name}", {key: one for key, one in arguments.items() if key != name}))
+        if value.dim() > 1 and len(set(value.shape)) > 1:
+            made.append((f"{name} transposed", {**arguments, name: value.transpose(0, value.dim() - 1).contiguous()}))
+    return made
+
+
+SIZES = {"T": 64, "N": 5120, "K": 5120, "H": 5120, "m": 4, "k": 6, "experts": 384}
+
+
+def card_arguments(card: str) -> tuple[Any, ...]:
+    """Meta arguments of the card at V4.1's shapes, in the card's order."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    i32, f32 = torch.int32, torch.float32
+    t, h, m, k, experts = (SIZES[name] for name in ("T", "H", "m", "k", "experts"))
+    return {
+        "rms_norm": (meta(t, h), meta(h), 1e-20, None, meta(t, h)),
+        "hyper_connection_post": (meta(t, h), meta(t, m, dtype=f32), meta(t, m, m, dtype=f32), None, meta(t, m, h)),
+        "permute": (
+            meta(t, h), None, meta(t, k, dtype=i32), experts, None, meta(t * k, h), None, meta(experts + 1, dtype=i32),
+            meta(t * k, dtype=i32), meta(t, k, dtype=i32),
+        ),
+        "unpermute": (meta(t * k, h), meta(t, k, dtype=i32), meta(t, h), None, meta(t, h)),
+    }[card]  # fmt: skip
+
+
+def check_vendor_op(vendor: VendorOp) -> dict[str, Any]:
+    """One report row of a vendor op and its mutants."""
+    with Recorder() as recorder:
+        vendor.call(*card_arguments(vendor.card))
+    calls = [call for call in recorder.calls if call.op._schema.name == f"npu::{vendor.name}"]
+    others = sorted({call.op._schema.name for call in recorder.calls} - {f"npu::{vendor.name}"})
+    row: dict[str, Any] = {"card": vendor.card, "op": vendor.name, "objections": [f"also calls {o}" for o in others]}
+    if not calls:
+        return {**row, "objections": [f"the path never calls {vendor.name}"]}
+    for call in calls:
+        row["objections"] += objections(vendor, call.arguments, SIZES)
+        broken = mutants(vendor, call.arguments)
+        row["mutants"] = len(broken)
+        row["mutants_missed"] = [what for what, arguments in broken if not objections(vendor, arguments, SIZES)]
+        row["schema"] = str(call.op._schema)
+    return row
+
+
+def check_runtime_call(call: RuntimeCall) -> str | None:
+    """What is wrong with a runtime call, or None. A callable without a signature is only looked up."""
+    target: Any = {"torch_npu": torch_npu, "torch": torch}[call.path.split(".")[0]]
+    for name in call.path.split(".")[1:]:
+        if not hasattr(target, name):
+            return f"{call.path} does not exist"
+        target = getattr(target, name)
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(
+            *[None for name in call.arguments if name == "_"], **{n: None for n in call.arguments if n != "_"}
+        )
+    except TypeError as error:
+        return f"{call.path}({', '.join(call.arguments)}): {error}; the signature is {signature}"
+    return None
+
+
+def main() -> None:
+    rows = [check_vendor_op(vendor) for vendor in VENDOR_OPS]
+    wrong = [told for call in RUNTIME_CALLS if (told := check_runtime_call(call))]
+    broken = RuntimeCall("torch_npu.npu.Event", ("no_such_argument",), "mutant")
+    print(json.dumps({
+        "torch": torch.__version__, "torch_npu": torch_npu.__version__, "vendor_ops": rows,
+        "runtime_calls": len(RUNTIME_CALLS), "runtime_objections": wrong,
+        "runtime_mutant_caught": check_runtime_call(broken) is not None,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
