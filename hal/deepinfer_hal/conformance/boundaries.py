@@ -20,12 +20,17 @@ STEP = 2.0**-21
 
 _TRIALS = 12
 
+_COPIES = frozenset({"permute", "ep_dispatch"})
+"""Ops whose discrete outputs follow from integer ids alone: nothing is near a boundary."""
+
 
 def near_rows(problem: Problem, args: Mapping[str, Any], expected: Mapping[str, Any], name: str) -> torch.Tensor | None:
     """bool over the leading rows of output `name`: at a boundary. None if none is.
 
     An output without rows of its own (counts per expert) is near where it changes.
     """
+    if problem.card.name in _COPIES:
+        return None
     near = None
     for trial in range(_TRIALS):
         moved = problem.reference(_moved(problem, args, trial))

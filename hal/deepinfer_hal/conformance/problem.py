@@ -181,7 +181,10 @@ class Problem:
     def weight(self, handle: WeightHandle) -> WeightHandle:
         """The backend's handle of a canonical host weight, prepared once."""
         if id(handle) not in self._weights:
-            self._weights[id(handle)] = (handle, self.subject.prepare(handle.role, handle.canonical()))
+            own = handle.canonical()
+            scales = None if own.scales is None else own.scales.clone()
+            copied = CanonicalWeight(own.format, own.values.clone(), scales)  # a kernel that writes it is then seen
+            self._weights[id(handle)] = (handle, self.subject.prepare(handle.role, copied))
         return self._weights[id(handle)][1]
 
     def place(self, args: Args | None = None, **placing: Any) -> Placed:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -241,9 +241,9 @@ def _combine(
     rows[:total] = (dense * 2.0 ** (of_row % 3)[:, None]).bfloat16()
     shared = torch.cat((x * 3, x.new_zeros(1, width)))
 
-    def combine(weighed: bool) -> torch.Tensor:
+    def combine(weighed: bool, rows: torch.Tensor = rows, shared: torch.Tensor = shared) -> torch.Tensor:
         device = rank.device
-        out = c.poisoned(ids.shape[0] + 1, width, dtype=torch.bfloat16, device=device)
+        out = c.poisoned(ids.shape[0] + 1, width, dtype=rows.dtype, device=device)
         given = torch.cat((weights, weights.new_zeros(1, ids.shape[1]))).to(device) if weighed else None
         return call(
             rank, "ep_combine", comm=comm, rows=rows.to(device), received=sent["offsets"][-1:].to(device),
@@ -254,6 +254,7 @@ def _combine(
     once, again, plain = combine(True), combine(True), combine(False)
     same("out of a second run", again, once)
     own = c.load_rows(*c.quantised(x)) if sent["out_scale"] is not None else x.float()
+    _check_order(combine, rows, shared.float() / 7, (dense * 2.0 ** (of_row % 3)[:, None]) / 3, own, ids)
     factor = torch.where(ids >= 0, 2.0 ** (ids % 3), 0.0).double()
     for name, have, weight in (("weighed", once, weights.double()), ("plain", plain, torch.ones_like(weights).double())):
         want = (own.double()[:, None] * (factor * weight)[..., None]).sum(1) + shared[:-1].double()
@@ -261,6 +262,19 @@ def _combine(
         within(f"{name} sum", have[:-1], want, "ep_combine", {"out": have, "inverse": sent["inverse"], "rows": terms})
         same(f"{name} out past the count", have[-1:], c.poisoned(1, width, dtype=torch.bfloat16))
     return torch.cat((once[:-1], plain[:-1]))
+
+
+def _check_order(
+    combine: Callable[..., torch.Tensor], rows: torch.Tensor, shared: torch.Tensor, values: torch.Tensor, own: torch.Tensor,
+    ids: torch.Tensor,
+) -> None:  # fmt: skip
+    """Sums of FP32 rows, of which every bit shows the order: choices from the first on, then shared."""
+    wide = rows.float()
+    wide[: values.shape[0]] = values
+    want = torch.zeros_like(own)
+    for choice in ids.unbind(1):
+        want = torch.where((choice >= 0)[:, None], want + own * 2.0 ** (choice % 3)[:, None] / 3, want)
+    same("sum in the order of choices", combine(False, wide, shared)[:-1], want + shared[:-1])
 
 
 # --------------------------------------------------------------------------------------------- late, dead, confused

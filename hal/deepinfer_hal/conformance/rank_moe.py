@@ -112,14 +112,14 @@ def _over_ranks(rank: Rank, parts: Any, comm: Communicator, x: torch.Tensor, mos
 
 
 def _parts(rank: Rank) -> SimpleNamespace:
-    """The backend's batch-invariant kernels of moe_layer's parts; where it has none, the reference row by row."""
+    """The backend's batch-invariant kernels of moe_layer's parts; where it has none, the reference, products row by row."""
     bound, row_by_row = {}, {"linear": _linear_rows, "grouped_gemm": _grouped_rows}
     dispatcher = Dispatcher(rank.backend, rank.index, batch_invariant=True)
     for op in get_card("moe_layer").decomposition:
         try:
             bound[op] = dispatcher.bind(op)
         except Unsupported:
-            bound[op] = row_by_row[op]
+            bound[op] = row_by_row.get(op, get_card(op).reference)
     return SimpleNamespace(**bound)
 
 

@@ -56,8 +56,8 @@ def paged_cache(
 
 
 def rope_table(positions: int, rope_dim: int) -> torch.Tensor:
-    """float32 [positions, rope_dim]: cosines, then sines."""
-    frequency = 10000.0 ** (-torch.arange(0, rope_dim, 2) / rope_dim)
+    """float32 [positions, rope_dim]: cosines, then sines, of no model's base: a kernel that computes angles itself shows."""
+    frequency = 7321.0 ** (-torch.arange(0, rope_dim, 2) / rope_dim)
     angle = torch.arange(positions)[:, None] * frequency
     return torch.cat((angle.cos(), angle.sin()), dim=1).float()
 

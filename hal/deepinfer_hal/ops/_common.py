@@ -259,6 +259,8 @@ def _draw_weight(fmt: str, gen: torch.Generator, shape: tuple[int, ...], scale: 
     dense = normal(gen, *shape, scale=shape[-1] ** -0.5 if scale is None else scale)
     if fmt in ("bf16", "f32"):
         return CanonicalWeight(fmt, dense.to(dtype_of(fmt)).to(device))
+    row, column = torch.arange(shape[-2])[:, None] // 32, torch.arange(shape[-1]) // 32
+    dense *= 2.0 ** -((row + 2 * column) % 3)  # scales of neighbours differ, so a wrong one shows
     if fmt == "fp8_block32":
         pairs = [formats.quantise_weight_fp8(part) for part in dense.reshape(-1, *shape[-2:])]
     else:

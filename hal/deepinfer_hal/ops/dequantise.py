@@ -27,6 +27,8 @@ def _generate(case: Case, seed: int, device: Any, prepare: c.Prepare) -> dict[st
     codes = c.integers(gen, 0, 256, rows, width if fmt == "fp8_32" else width // 2, dtype=torch.uint8, device=device)
     low, high = (0, 128) if fmt == "fp4_16" else (80, 170)
     scales = c.integers(gen, low, high, rows, width // formats.GROUP_SIZE[fmt], dtype=torch.uint8, device=device)
+    if rows > 1:
+        scales[1, 0] = 0x7F if fmt == "fp4_16" else 0xFF  # NaN
     y = c.poisoned(rows, width, dtype=c.dtype_of(p["dtype"]), device=device)
     return {
         "codes": codes,

@@ -51,6 +51,7 @@ def _cases() -> list[Case]:
         dict(T=3, h=4, D=128, r=64, dtype="bf16", inverse=True, view=True),
         dict(T=3, h=64, D=512, r=64, dtype="bf16", inverse=False),
         dict(T=4, h=2, D=64, r=64, dtype="f32", inverse=False),
+        dict(T=5, h=2, D=64, r=32, dtype="f32", inverse=False, theta=7321.0),  # no model's: the table must be read
     ]
     return [Case("rope", row) for row in rows]
 
@@ -65,7 +66,7 @@ def _generate(case: Case, seed: int, device: Any, prepare: c.Prepare) -> dict[st
         positions[0], positions[1], positions[2] = 0, -1, 4095
     return {
         "positions": positions,
-        "table": rope_table(4096, p["r"]).to(device),
+        "table": rope_table(4096, p["r"], p.get("theta", 10000.0)).to(device),
         "inverse": p["inverse"],
         "count": c.count_tensor(p.get("count"), device),
         "x": x,

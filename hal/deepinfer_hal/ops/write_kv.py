@@ -21,7 +21,7 @@ from deepinfer_hal.ops.rope import rope
 from deepinfer_hal.ops.store_compressed_kv import store_compressed_kv
 from deepinfer_hal.ops.store_index_k import store_index_k
 from deepinfer_hal.ops.store_window_kv import store_window_kv
-from deepinfer_hal.row_layout import check_cache
+from deepinfer_hal.row_layout import check_cache, code_bytes
 
 _REFERENCES = SimpleNamespace(
     rms_norm=rms_norm, rope=rope, store_window_kv=store_window_kv, store_compressed_kv=store_compressed_kv,
@@ -34,6 +34,7 @@ def write_kv(
 ) -> None:
     """x [T, D] float, norm_weight [D], positions int32 [T], table float32 [P, r] (the last r of the D dims turn), slots
     int32 [T] (distinct; -1 skips the row, latent too), cache uint8, latent [T, D] or None."""
+    code_bytes(format, x.shape[1])  # an unknown format is refused before the latent is written
     n = valid_rows(count, x.shape[0])
     rows = (slots[:n] >= 0).nonzero().squeeze(1)
     normed = torch.empty(rows.shape[0], x.shape[1], dtype=x.dtype, device=x.device)

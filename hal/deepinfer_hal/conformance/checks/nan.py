@@ -10,6 +10,9 @@ from deepinfer_hal.conformance.compare import PAIRS, assert_same_bits, compare_d
 from deepinfer_hal.conformance.problem import Args, Problem
 from deepinfer_hal.conformance.verdict import CheckFailed
 
+CHOOSES = frozenset({"select_topk", "select_candidate_blocks", "sample"})
+"""Ops whose cards say what NaN does to a choice."""
+
 
 def run(problem: Problem, profile: Profile) -> None:
     for value in (float("nan"), float("inf")):
@@ -20,6 +23,11 @@ def run(problem: Problem, profile: Profile) -> None:
         if "cache" in problem.outputs:
             compare_values(problem, args, want, got, problem.written)
             compare_discrete(problem, args, want, got, problem.written)
+        if problem.card.name in CHOOSES:
+            own = {name: mask.clone() for name, mask in problem.written.items()}
+            for mask in own.values():
+                mask[:row], mask[row + 1 :] = False, False
+            compare_discrete(problem, args, want, got, own)
 
 
 def _inject(problem: Problem, value: float) -> tuple[int, Args]:

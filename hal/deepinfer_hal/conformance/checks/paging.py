@@ -1,4 +1,5 @@
-"""Where rows lie must not matter: other page ids, other ring bases, a flat window buffer in place of the ring."""
+"""Where rows lie must not matter: other page ids, other ring bases, a flat window buffer in place of the ring, expert
+rows in another order."""
 
 from collections.abc import Iterator
 
@@ -30,6 +31,10 @@ def variants(problem: Problem) -> Iterator[tuple[str, Args]]:
     if "window_base" in args and args["window_base"].numel() and "window" not in problem.outputs:
         yield "with rings moved", _moved_rings(args)
         yield "with a flat window in place of the ring", _flat(args)
+    if problem.card.name == "unpermute":
+        last = args["rows"].shape[0] - 1
+        inverse = torch.where(args["inverse"] >= 0, last - args["inverse"], args["inverse"])
+        yield "with expert rows in reverse", {**args, "rows": args["rows"].flip(0), "inverse": inverse}
 
 
 def _renamed(args: Args, cache: str, order: torch.Tensor) -> Args:

@@ -50,11 +50,12 @@ def _assert_same(name: str, got: CanonicalWeight, want: CanonicalWeight) -> None
 
 
 def _every_code(stored: CanonicalWeight) -> CanonicalWeight:
-    """The same shape with every byte value, NaN and the largest scales among them."""
-    def cycle(like: torch.Tensor) -> torch.Tensor:
-        return (torch.arange(like.numel()) * 7 % 256).to(torch.uint8).reshape(like.shape)
+    """The same shape with every byte value, and with NaN and the largest scales first, also where there are few."""
 
-    return CanonicalWeight(stored.format, cycle(stored.values), cycle(stored.scales))
+    def cycle(like: torch.Tensor, first: int) -> torch.Tensor:
+        return ((first + torch.arange(like.numel()) * 249) % 256).to(torch.uint8).reshape(like.shape)
+
+    return CanonicalWeight(stored.format, cycle(stored.values, 0), cycle(stored.scales, 255))
 
 
 def _assert_experts_move(problem: Problem) -> None:
