@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from deepinfer_hal import formats
 from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.checks import check_call
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.weights import prepare_canonical
+
 from tests.conformance.harness import assert_row_independent, case_id, cases_of, run_case
 
 NAMES = (

@@ -10,11 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from deepinfer_hal import formats
 from deepinfer_hal.card import get_card
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 E4M3, E2M1, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
 F32_MAX = float(np.finfo(np.float32).max)
