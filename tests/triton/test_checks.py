@@ -20,7 +20,7 @@ for part in PARTS:
 import assemble_triton  # noqa: E402
 import check_torch_npu  # noqa: E402
 import lower_triton  # noqa: E402
-from venvs import lowering_python, torch_npu_python  # noqa: E402
+from ascend_venvs import lowering_python, torch_npu_python  # noqa: E402
 from virtual_environment import EnvironmentFailed  # noqa: E402
 
 triton_python = assemble_triton.triton_python

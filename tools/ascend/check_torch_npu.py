@@ -16,8 +16,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
 import torch_npu_stub  # noqa: E402
+from ascend_venvs import torch_npu_python  # noqa: E402
 from report import store  # noqa: E402
-from venvs import torch_npu_python  # noqa: E402
 from virtual_environment import cache_folder  # noqa: E402
 
 COMMAND = "python tools/ascend/check_torch_npu.py"

@@ -1,7 +1,7 @@
 """Lowers recorded launches to Ascend 950 HIVM IR with the vendor's compiler front half, without an NPU or CANN.
 
-Run inside the lowering environment of `venvs.py`: `python lower_kernels.py [--soc NAME] [problem ...] [field=value
-...]` prints one JSON object a line. Three steps: Triton IR (triton-ascend), linalg (triton-adapter-opt), HIVM IR with
+Run inside the lowering environment of `ascend_venvs.py`: `python lower_kernels.py [SOC] [problem ...] [field=value ...]`
+prints one JSON object a line. Three steps: Triton IR (triton-ascend), linalg (triton-adapter-opt), HIVM IR with
 buffers allocated and synchronised (bishengir-compile-a5). The last tool then fails, since its back half is part of
 CANN; what counts is that the optimised HIVM module was written and nothing else went wrong. A tile that does not fit
 a buffer fails with `overflow`.

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
+from ascend_venvs import lowering_python  # noqa: E402
 from report import store  # noqa: E402
-from venvs import lowering_python  # noqa: E402
 
 COMMAND = "python tools/ascend/lower_triton.py --report reports/ascend/lowering.json"
 SOCS = ("Ascend950PR_9599", "Ascend950PR_9589")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
 from report import store  # noqa: E402
-from venvs import NEWEST, WRITTEN_FOR, triton_python  # noqa: E402
+from triton_venvs import NEWEST, WRITTEN_FOR, triton_python  # noqa: E402
 
 COMMAND = "python tools/cuda/assemble_triton.py --report reports/triton/assemble.json"
 

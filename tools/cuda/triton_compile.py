@@ -1,6 +1,7 @@
 """Compiles recorded launches for an NVIDIA architecture without a device, and says what came out.
 
-Run inside an environment of `venvs.py`: `python triton_compile.py sm90|sm100 [name ...]` prints one JSON object a line.
+Run inside an environment of `triton_venvs.py`: `python triton_compile.py sm90|sm100 [name ...]` prints one JSON object
+a line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environments with a Triton for NVIDIA: `python tools/cuda/venvs.py 3.6.0` prints that environment's Python.
+"""Environments with a Triton for NVIDIA: `python tools/cuda/triton_venvs.py 3.6.0` prints that environment's Python.
 
 3.6.0 is the version the kernels are written for, NEWEST the latest release they are assembled with.
 """

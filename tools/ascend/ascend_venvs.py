@@ -1,4 +1,4 @@
-"""Environments of the Ascend checks: `python tools/ascend/venvs.py lowering | torch_npu` prints that one's Python.
+"""Environments of the Ascend checks: `python tools/ascend/ascend_venvs.py lowering | torch_npu` prints one's Python.
 
 lowering: triton-ascend and the Ascend 950 compiler's front half (ascendnpu-ir). torch_npu: torch_npu over the maker's
 torch, which must be 2.13.0 built for the CPU. Neither needs an NPU or CANN.
