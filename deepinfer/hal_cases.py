@@ -4,6 +4,8 @@ The rule of agreement: teacher-forced along stored greedy tokens, argmax is equa
 exceeds tau, enough positions exceed it, and the mean KL divergence is small. tau is stored with the checkpoint; it comes
 from the effect of noise of 2e-7 on the embedding. With rounded activations another order of summation flips codes, so tau
 and the divergence are larger there, and fewer positions are decided.
+
+Forced layers, where every layer starts from what the references left, are in `hal_layers.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from deepinfer_hal.conformance.verdict import CheckFailed, Declined
 
 from deepinfer.config import EngineConfig
 from deepinfer.errors import BackendUnavailable
+from deepinfer.hal_layers import NUMERICS, forced_draft, forced_layer
 from deepinfer.model.state import BLOCK_TOKENS
 from deepinfer.model_path import PACKAGED_MODELS
 from deepinfer.runner.forced import Part, forced_step
@@ -33,12 +36,18 @@ AGREEMENT = "agreement.json"
 LIMITS = {"none": (0.95, 1e-3), "fp8_32": (0.75, 5e-3)}
 """act_quant -> least share of positions above tau, largest mean KL divergence in nats."""
 
+LAYERS = range(7)
+"""Backbone layers of nano."""
+
+_CORE_LAYERS = (1, 6)
+"""One that owns an Engram table, compressed rows and a selection, and one that only reads those of others."""
+
 _CORE_PROMPTS = 3
 _CHUNK = 96
 
 
 def cases(profile: str) -> list[SystemCase]:
-    """Agreement of the packaged checkpoint with the references, over some prompts in core and all in full."""
+    """The packaged checkpoint against the references: over some prompts and layers in core, all of them in full."""
     prompts = _CORE_PROMPTS if profile == "core" else None
     return [
         *(
@@ -54,7 +63,21 @@ def cases(profile: str) -> list[SystemCase]:
             "One prompt gives the same choices whether it is prefilled at once or in chunks.",
             functools.partial(chunks, folder=MODEL),
         ),
+        *_forced_cases(profile),
     ]
+
+
+def _forced_cases(profile: str) -> list[SystemCase]:
+    why = "A layer given what the references gave it differs from theirs by the order of its sums alone."
+    found = []
+    for numerics in NUMERICS:
+        for layer in _CORE_LAYERS if profile == "core" else LAYERS:
+            run = functools.partial(forced_layer, folder=MODEL, layer=layer, numerics=numerics)
+            found.append(SystemCase(f"model(name=nano,layer={layer},numerics={numerics})", why, run))
+        if profile != "core":
+            run = functools.partial(forced_draft, folder=MODEL, numerics=numerics)
+            found.append(SystemCase(f"model(name=nano,layer=draft,numerics={numerics})", why, run))
+    return found
 
 
 def agreement(backend: Backend, index: int, folder: Path, act_quant: str, prompts: int | None = None) -> dict[str, Any]:
