@@ -1,14 +1,24 @@
 """What `supports` says is true both ways: Yes is served, No has a reason and is refused when bound, nothing falls back."""
 
+import re
 import sys
 from typing import Any
 
+from deepinfer_hal.card import all_cards
 from deepinfer_hal.conformance.checks._base import Check, Profile
 from deepinfer_hal.conformance.problem import Problem
 from deepinfer_hal.conformance.verdict import CheckFailed, Declined
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.errors import Unsupported
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
+
+
+def _served_from_parts(symbol: str) -> set[str]:
+    """Composites that run as their default decomposition over the backend's own parts, nested ones too.
+
+    The dispatcher names such a kernel "op(part, part, ...)".
+    """
+    return {name for name in re.findall(r"(?:^|[(, ])(\w+)\(", symbol) if name in all_cards() and all_cards()[name].decomposition}
 
 
 def run(problem: Problem, profile: Profile) -> None:
@@ -18,8 +28,7 @@ def run(problem: Problem, profile: Profile) -> None:
         return
     placed = problem.place()
     reached = _references_reached(problem, placed.args)
-    if problem.card.decomposition and problem.kernel.symbol.startswith(f"{problem.card.name}("):
-        reached -= {problem.card.name}  # the default decomposition over the backend's own parts
+    reached -= _served_from_parts(problem.kernel.symbol)
     if reached and not problem.kernel.symbol.startswith("reference::"):
         raise CheckFailed(f"{problem.kernel.symbol} ran the reference of {', '.join(sorted(reached))}: that is falling back")
 
