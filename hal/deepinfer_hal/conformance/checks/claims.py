@@ -18,7 +18,7 @@ def _served_from_parts(symbol: str) -> set[str]:
 
     The dispatcher names such a kernel "op(part, part, ...)".
     """
-    return {name for name in re.findall(r"(?:^|[(, ])(\w+)\(", symbol) if name in all_cards() and all_cards()[name].decomposition}
+    return {name for name in re.findall(r"(\w+)\(", symbol) if name in all_cards() and all_cards()[name].decomposition}
 
 
 def run(problem: Problem, profile: Profile) -> None:
