@@ -23,6 +23,7 @@ import lower_triton  # noqa: E402
 from ascend_venvs import lowering_python, torch_npu_python  # noqa: E402
 from virtual_environment import EnvironmentFailed  # noqa: E402
 
+pytestmark = pytest.mark.full  # four environments with compilers of their own
 triton_python = assemble_triton.triton_python
 
 
