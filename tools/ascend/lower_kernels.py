@@ -1,10 +1,10 @@
 """Lowers recorded launches to Ascend 950 HIVM IR with the vendor's compiler front half, without an NPU or CANN.
 
-Run inside the lowering environment of `ascend_venvs.py`: `python lower_kernels.py [SOC] [problem ...] [field=value ...]`
-prints one JSON object a line. Three steps: Triton IR (triton-ascend), linalg (triton-adapter-opt), HIVM IR with
-buffers allocated and synchronised (bishengir-compile-a5). The last tool then fails, since its back half is part of
-CANN; what counts is that the optimised HIVM module was written and nothing else went wrong. A tile that does not fit
-a buffer fails with `overflow`.
+Run in the lowering environment of `ascend_venvs.py`: `python lower_kernels.py [SOC] [problem ...] [field=value ...]`.
+Prints one JSON object a line. Three steps: Triton IR (triton-ascend), linalg (triton-adapter-opt), HIVM IR with buffers
+allocated and synchronised (bishengir-compile-a5). The last tool then fails, since its back half is part of CANN; what
+counts is that the optimised HIVM module was written and nothing else went wrong. A tile that does not fit a buffer
+fails with `overflow`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,8 +57,8 @@ _TO_LINALG = (
 )
 
 
-TIME_LIMIT_S = 180
-"""A kernel that the compiler cannot lower in this time counts as not lowered."""
+TIME_LIMIT_S = 60
+"""Processor seconds of one tool; a kernel that the compiler cannot lower in this time counts as not lowered."""
 
 
 class LoweringFailed(Exception):
@@ -118,10 +120,13 @@ def hivm_ir(linalg: Path, soc: str, folder: Path) -> str:
 
 
 def _run(step: str, command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        raise LoweringFailed(f"{step}: not done after {TIME_LIMIT_S} s") from error
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (TIME_LIMIT_S, TIME_LIMIT_S))
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit)
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise LoweringFailed(f"{step}: not done after {TIME_LIMIT_S} s of processor time")
+    return done
 
 
 def _first_line(text: str) -> str:
