@@ -1,6 +1,6 @@
 """Every Triton kernel against its card, in Triton's interpreter on the CPU.
 
-Needs Triton and TRITON_INTERPRET=1: `tests/triton/test_checks.py` runs this file inside the environment that has them.
+Needs Triton and TRITON_INTERPRET=1: `tests/triton/test_toolchains.py` runs this file inside the environment that has them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from deepinfer_hal import formats
 from deepinfer_hal.card import Case, get_card
 from harness import assert_row_independent, case_id, cases_of, run_case
 
-pytest.importorskip("triton", reason="Triton is not in this environment; tests/triton/test_checks.py runs this file")
+pytest.importorskip("triton", reason="Triton is not in this environment; tests/triton/test_toolchains.py runs this file")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is chosen by TRITON_INTERPRET=1 before Triton is imported", allow_module_level=True)
 
