@@ -1,18 +1,19 @@
 """Where each Engram hash head's rows lie: primes, offsets and multipliers, from the configuration alone.
 
 Every (n-gram size, head) of a layer hashes into its own prime number of rows; the primes are distinct over all layers.
+Needs numpy alone, since the reference network is built on it too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-
-import msgspec
 
 INT64_MAX = (1 << 63) - 1
 
 
-class EngramLayer(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class EngramLayer:
     """Rows of one Engram layer's table.
 
     `primes` and `offsets` have (max_ngram_size - 1) * heads entries, 2-grams first, heads innermost; a hash h of head i

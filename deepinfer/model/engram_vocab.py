@@ -7,8 +7,9 @@ different surface forms share table rows.
 import re
 import unicodedata
 
-import numpy
 import torch
+
+from deepinfer import engram_layout
 
 _BLANKS = re.compile(r"[ \t\r\n]+")
 _REPLACEMENT_CHARACTER = "\ufffd"
@@ -45,32 +46,15 @@ def _fold(text: str) -> str:
 
 
 def engram_primes(config) -> dict[int, list[int]]:
-    """Layer -> its primes, 2-grams first, heads innermost.
-
-    In the order layer, n-gram size, head: the next prime above the previous one of that n-gram size (starting at
-    `engram_vocab_size` - 1), skipping primes already used anywhere.
-    """
-    used: set[int] = set()
-    primes = {}
-    for layer in config.engram_layer_ids:
-        primes[layer] = []
-        for _ in range(2, config.engram_max_ngram_size + 1):
-            number = config.engram_vocab_size - 1
-            for _ in range(config.engram_n_heads):
-                number += 1
-                while number in used or not _is_prime(number):
-                    number += 1
-                used.add(number)
-                primes[layer].append(number)
-    return primes
+    """Layer -> its primes, 2-grams first, heads innermost."""
+    layers = engram_layout.engram_layers(
+        tuple(config.engram_layer_ids), config.engram_max_ngram_size, config.engram_n_heads, config.engram_vocab_size
+    )
+    return {layer.layer: list(layer.primes) for layer in layers}
 
 
 def engram_multipliers(layer: int, config) -> list[int]:
     """The odd int64 multipliers of one layer, one per n-gram position, newest token first."""
-    half = max(1, (2**63 - 1) // config.engram_compressed_vocab_size // 2)
-    drawn = numpy.random.default_rng(10007 * layer).integers(0, half, size=config.engram_max_ngram_size)
-    return [2 * int(value) + 1 for value in drawn]
-
-
-def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+    return list(
+        engram_layout.engram_multipliers(layer, config.engram_max_ngram_size, config.engram_compressed_vocab_size)
+    )
