@@ -33,7 +33,6 @@ class Attention:
         self._define(buffers)
         self.flat = torch.zeros(0, state.layout.window_row_bytes, dtype=torch.uint8, device=buffers.device)
         self.scores = torch.zeros(_SCORE_BYTES // 4, dtype=torch.float32, device=buffers.device)
-        self.rows_seen: dict[int, torch.Tensor] = {}
 
     def _define(self, buffers: Buffers) -> None:
         text, dtype = self.text, self.numerics.stream_dtype
