@@ -1,6 +1,6 @@
 """Lowers the Triton kernels at V4.1's tiles for two Ascend 950 chips, without an NPU and without CANN.
 
-    python tools/ascend/lower_triton.py --quick                the kernels that CI lowers
+    python tools/ascend/lower_triton.py --quick                a part of the kernels
     python tools/ascend/lower_triton.py --report FILE          all of them, and store the result
 
 A tile that is too large must fail with `overflow`, and is tried in every run. Exits 1 if a kernel that should be
@@ -25,7 +25,7 @@ QUICK = (
     "embedding_gather", "rms_norm", "rope", "stream_collapse", "hyper_connection_post", "dequantise fp8_32",
     "load_kv fp8_32", "unpermute", "permute", "linear router", "linear wq_a",
 )  # fmt: skip
-"""Enough for CI: eleven problems, two with a matrix product on the cube, about a minute of processor time."""
+"""What the tests lower: eleven problems, two with a matrix product on the cube, about a minute of processor time."""
 TOO_LARGE = ("quantise fp8_32", "columns=32768")
 
 
@@ -40,7 +40,7 @@ def lower(arguments: list[str]) -> list[dict]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="only the kernels that CI lowers")
+    parser.add_argument("--quick", action="store_true", help="only a part of the kernels")
     parser.add_argument("--soc", action="append", choices=SOCS, help="default both")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
