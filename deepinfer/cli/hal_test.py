@@ -82,7 +82,8 @@ def _print_summary(run: Any) -> None:
     print(f"{subject['backend']}:{subject['index']} ({subject['device']}): {counts} in {run.seconds:.0f} s")
     status = run.exit_status()
     verdict = {0: "passed", 1: "FAILED", 2: "nothing was claimed or run, which is no pass"}[status]
-    print(f"{verdict}; fallback was forbidden in the cases of ops" + (", the references themselves were tested" if run.plan.reference else ""))
+    tested = ", the references themselves were tested" if run.plan.reference else ""
+    print(f"{verdict}; fallback was forbidden in the cases of ops{tested}")
 
 
 def hal_record(
