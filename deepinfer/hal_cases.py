@@ -3,13 +3,15 @@
 The rule of agreement: teacher-forced along stored greedy tokens, argmax is equal wherever the references' top-2 gap
 exceeds tau, enough positions exceed it, and the mean KL divergence is small. tau is stored with the checkpoint; it comes
 from the effect of noise of 2e-7 on the embedding. With rounded activations another order of summation flips codes, so tau
-and the divergence are larger there, and fewer positions are decided.
+and the divergence are larger there, and fewer positions are decided: too few for the rule, so that case brings a waiver,
+and a case of its own holds the tokens.
 
 Forced layers, where every layer starts from what the references left, are in `hal_layers.py`.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 from pathlib import Path
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.conformance.cases import SystemCase
-from deepinfer_hal.conformance.verdict import CheckFailed, Declined
+from deepinfer_hal.conformance.verdict import FAIL, CheckFailed, Declined, Waiver
 
 from deepinfer.config import EngineConfig
 from deepinfer.errors import BackendUnavailable
@@ -33,8 +35,20 @@ from deepinfer.runner.runner import Runner
 MODEL = PACKAGED_MODELS / "nano"
 AGREEMENT = "agreement.json"
 
-LIMITS = {"none": (0.95, 1e-3), "fp8_32": (0.75, 5e-3)}
-"""act_quant -> least share of positions above tau, largest mean KL divergence in nats."""
+LEAST_SHARE, MOST_DIVERGENCE = 0.95, 1e-3
+"""The rule of agreement: share of positions above tau, mean KL divergence in nats."""
+
+_WRONG_KERNEL = 5e-3
+"""Mean KL divergence that no order of sums explains: with rounded inputs the CPU's kernels differ by 1.1e-3."""
+
+_RULE_WITH_ROUNDING = "model(name=nano,rule=agreement,act_quant=fp8_32)"
+_KNOWN = Waiver(
+    _RULE_WITH_ROUNDING,
+    "nano is too restless for the rule where inputs are rounded: tau is 1.0, 84 % of its positions exceed it, and another order "
+    "of sums flips codes; rule=tokens holds the choice of tokens",
+    datetime.date(2027, 6, 30),
+    (FAIL,),
+)
 
 LAYERS = range(7)
 """Backbone layers of nano."""
@@ -49,15 +63,18 @@ _CHUNK = 96
 def cases(profile: str) -> list[SystemCase]:
     """The packaged checkpoint against the references: over some prompts and layers in core, all of them in full."""
     prompts = _CORE_PROMPTS if profile == "core" else None
+    why = "A backend chooses the tokens that the references choose wherever the choice is not within noise"
+    measured = ", at enough positions, and its distribution is theirs."
     return [
-        *(
-            SystemCase(
-                f"model(name=nano,rule=agreement,act_quant={act_quant})",
-                "A backend chooses the tokens that the references choose wherever the choice is not within noise.",
-                functools.partial(agreement, folder=MODEL, act_quant=act_quant, prompts=prompts),
-            )
-            for act_quant in LIMITS
+        SystemCase(
+            "model(name=nano,rule=agreement,act_quant=none)", why + measured,
+            functools.partial(agreement, folder=MODEL, act_quant="none", prompts=prompts),
         ),
+        SystemCase(
+            "model(name=nano,rule=tokens,act_quant=fp8_32)", why + ".",
+            functools.partial(tokens, folder=MODEL, act_quant="fp8_32", prompts=prompts),
+        ),
+        *_whole_rule_with_rounding(profile, why + measured),
         SystemCase(
             "model(name=nano,rule=chunks)",
             "One prompt gives the same choices whether it is prefilled at once or in chunks.",
@@ -65,6 +82,12 @@ def cases(profile: str) -> list[SystemCase]:
         ),
         *_forced_cases(profile),
     ]
+
+
+def _whole_rule_with_rounding(profile: str, why: str) -> list[SystemCase]:
+    """Over all positions only: a part of them may lie above tau by luck."""
+    run = functools.partial(agreement, folder=MODEL, act_quant="fp8_32")
+    return [] if profile == "core" else [SystemCase(_RULE_WITH_ROUNDING, why, run, _KNOWN)]
 
 
 def _forced_cases(profile: str) -> list[SystemCase]:
@@ -82,6 +105,26 @@ def _forced_cases(profile: str) -> list[SystemCase]:
 
 def agreement(backend: Backend, index: int, folder: Path, act_quant: str, prompts: int | None = None) -> dict[str, Any]:
     """The rule of agreement; returns what was found. CheckFailed where it is broken, Declined without a stored tau."""
+    facts = _same_tokens(backend, index, folder, act_quant, prompts)
+    if facts["above_tau"] < LEAST_SHARE:
+        message = f"only {facts['above_tau']:.1%} of the positions exceed tau {facts['tau']:.3g}, {LEAST_SHARE:.0%} must"
+        raise CheckFailed(f"{message}; the mean KL divergence is {facts['mean_kl']:.3g}", facts)
+    return _no_farther(facts, MOST_DIVERGENCE)
+
+
+def tokens(backend: Backend, index: int, folder: Path, act_quant: str, prompts: int | None = None) -> dict[str, Any]:
+    """Equal tokens above tau, and no divergence that only a wrong kernel makes; as `agreement` otherwise."""
+    return _no_farther(_same_tokens(backend, index, folder, act_quant, prompts), _WRONG_KERNEL)
+
+
+def _no_farther(facts: dict[str, Any], most: float) -> dict[str, Any]:
+    if not facts["mean_kl"] <= most:
+        raise CheckFailed(f"the mean KL divergence is {facts['mean_kl']:.3g}, at most {most} is allowed", facts)
+    return facts
+
+
+def _same_tokens(backend: Backend, index: int, folder: Path, act_quant: str, prompts: int | None) -> dict[str, Any]:
+    """Compares logits along the stored texts; CheckFailed where argmax differs above tau."""
     stored = _stored(folder)
     tau, texts = stored["tau"][act_quant], [p + g for p, g in zip(stored["prompts"], stored["greedy"], strict=True)][:prompts]
     lengths = [len(greedy) for greedy in stored["greedy"]][:prompts]
@@ -89,22 +132,18 @@ def agreement(backend: Backend, index: int, folder: Path, act_quant: str, prompt
     ours = _logits(_reference_runner(folder, _dtype(backend, index), act_quant), texts, lengths)
     best = ours.topk(2).values
     sure = best[:, 0] - best[:, 1] > tau
-    share = float(sure.double().mean())
     wrong = (sure & (ours.argmax(-1) != theirs.argmax(-1))).nonzero().flatten().tolist()
     expected, got = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
     divergence = float((expected.exp() * (expected - got)).sum(-1).mean())
+    share = float(sure.double().mean())
     facts = {"positions": len(sure), "above_tau": share, "mean_kl": divergence, "tau": tau, "different": len(wrong)}
     if wrong:
         row = wrong[0]
         raise CheckFailed(
             f"position {row}: argmax is {int(theirs[row].argmax())}, must be {int(ours[row].argmax())}; the gap "
-            f"{float(best[row, 0] - best[row, 1]):.3g} exceeds tau {tau:.3g}; {len(wrong)} of {len(sure)} positions differ"
+            f"{float(best[row, 0] - best[row, 1]):.3g} exceeds tau {tau:.3g}; {len(wrong)} of {len(sure)} positions differ",
+            facts,
         )
-    least, most = LIMITS[act_quant]
-    if share < least:
-        raise CheckFailed(f"only {share:.1%} of the positions exceed tau {tau:.3g}, {least:.0%} must")
-    if not divergence <= most:
-        raise CheckFailed(f"the mean KL divergence is {divergence:.3g}, at most {most} is allowed")
     return facts
 
 

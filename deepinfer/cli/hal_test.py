@@ -73,6 +73,9 @@ class _Progress:
 
 def _print_summary(run: Any) -> None:
     subject = run.subject
+    for result in run.results:
+        if result.verdict == "waived":
+            print(f"waived      {result.key}  {result.reason}")
     for problem in run.waiver_problems:
         print(f"waivers     {problem}")
     unserved = sorted({result.op for result in run.results if result.verdict == "unsupported" and not result.provider})

@@ -149,6 +149,18 @@ def test_a_waiver_turns_a_failure_into_waived_with_its_reason():
     assert [r.verdict for r in results] == ["waived", "crash"] and "known, see 17" in results[0].reason
 
 
+def test_a_waiver_of_failures_leaves_a_crash_alone():
+    results = [broken("op(a=1)", "crash"), broken("op(a=2)")]
+    apply_waivers(results, [Waiver(f"op(a={a})", "known", TODAY, ("fail",)) for a in (1, 2)], TODAY)
+    assert [r.verdict for r in results] == ["crash", "waived"]
+
+
+def test_only_the_whole_rule_with_rounded_inputs_brings_a_waiver_along():
+    assert cases.own_waivers("core") == []
+    (waiver,) = cases.own_waivers("full")
+    assert waiver.id == "model(name=nano,rule=agreement,act_quant=fp8_32)" and waiver.verdicts == ("fail",)
+
+
 def test_an_expired_waiver_does_not_waive():
     results = [broken("op(a=1)")]
     problems = apply_waivers(results, [Waiver("op(a=1)", "known", TODAY - datetime.timedelta(days=1))], TODAY)

@@ -15,6 +15,7 @@ from typing import Any
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.card import Case, OpCard, all_cards, get_card
 from deepinfer_hal.conformance.checks import Profile, get_profile
+from deepinfer_hal.conformance.verdict import Waiver
 from deepinfer_hal.errors import BadCall
 
 GROUP = "deepinfer.hal_cases"
@@ -30,12 +31,13 @@ class SystemCase:
     """A case that is no single op: a whole model, a device's copies. Its id is `<name>(<parameters>)`.
 
     run(backend, index) raises CheckFailed, or Declined where the backend does not offer what is tested; it may return
-    facts for the report.
+    facts for the report. waiver: of a failure that is the case's own on every backend, not one backend's.
     """
 
     id: str
     why: str
     run: Callable[[Backend, int], dict[str, Any] | None]
+    waiver: Waiver | None = None
 
     @property
     def op(self) -> str:
@@ -109,6 +111,11 @@ def system_cases(profile: str) -> list[SystemCase]:
         except Exception as error:
             found.append(_broken(entry, error))
     return found
+
+
+def own_waivers(profile: str) -> list[Waiver]:
+    """Waivers that cases bring along."""
+    return [case.waiver for case in system_cases(profile) if case.waiver is not None]
 
 
 def _broken(entry: EntryPoint, error: Exception) -> SystemCase:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepinfer_hal.conformance.cases import own_waivers
 from deepinfer_hal.conformance.plan import Item, Plan
 from deepinfer_hal.conformance.verdict import (
     BROKEN,
@@ -163,7 +164,7 @@ def run_suite(plan: Plan, *, waivers: Iterable[Waiver] = (), listen: Listener = 
         _add(run, _result_of(item, NOT_RUN, f"given up after {deaths} crashes"), listen)
     if worker is not None:
         worker.close()
-    run.waiver_problems = apply_waivers(run.results, waivers)
+    run.waiver_problems = apply_waivers(run.results, [*waivers, *own_waivers(plan.profile)])
     run.seconds = time.monotonic() - started
     return run
 

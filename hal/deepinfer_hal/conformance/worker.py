@@ -118,7 +118,7 @@ class Session:
         except Declined as error:
             result.verdict, result.reason = UNSUPPORTED, str(error)
         except CheckFailed as error:
-            result.verdict, result.failures = FAIL, {"system": str(error)}
+            result.verdict, result.failures, result.facts = FAIL, {"system": str(error)}, error.facts
         except Exception as error:
             result.verdict, result.failures = FAIL, {"system": f"{type(error).__name__}: {error}"}
         result.seconds = time.perf_counter() - started
