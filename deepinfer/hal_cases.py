@@ -128,7 +128,8 @@ def _same_tokens(backend: Backend, index: int, folder: Path, act_quant: str, pro
     stored = _stored(folder)
     tau, texts = stored["tau"][act_quant], [p + g for p, g in zip(stored["prompts"], stored["greedy"], strict=True)][:prompts]
     lengths = [len(greedy) for greedy in stored["greedy"]][:prompts]
-    theirs = _logits(_runner(backend, index, folder, act_quant), texts, lengths)
+    runner = _runner(backend, index, folder, act_quant)
+    theirs = _logits(runner, texts, lengths)
     ours = _logits(_reference_runner(folder, _dtype(backend, index), act_quant), texts, lengths)
     best = ours.topk(2).values
     sure = best[:, 0] - best[:, 1] > tau
@@ -137,6 +138,7 @@ def _same_tokens(backend: Backend, index: int, folder: Path, act_quant: str, pro
     divergence = float((expected.exp() * (expected - got)).sum(-1).mean())
     share = float(sure.double().mean())
     facts = {"positions": len(sure), "above_tau": share, "mean_kl": divergence, "tau": tau, "different": len(wrong)}
+    facts["fallbacks"] = sorted(runner.loaded.dispatcher.fallbacks)
     if wrong:
         row = wrong[0]
         raise CheckFailed(
@@ -157,7 +159,8 @@ def chunks(backend: Backend, index: int, folder: Path) -> dict[str, Any]:
     wrong = (best[:, 0] - best[:, 1] > stored["tau"]["none"]) & (whole.argmax(-1) != cut.argmax(-1))
     if bool(wrong.any()):
         raise CheckFailed(f"position {int(wrong.nonzero()[0])} chooses another token with chunks of {_CHUNK}")
-    return {"positions": len(text), "bits_equal": bool(torch.equal(whole, cut))}
+    fallbacks = sorted(runner.loaded.dispatcher.fallbacks)
+    return {"positions": len(text), "bits_equal": bool(torch.equal(whole, cut)), "fallbacks": fallbacks}
 
 
 def _stored(folder: Path) -> dict[str, Any]:
@@ -179,6 +182,7 @@ def _config(folder: Path, spec: str, dtype: str, act_quant: str) -> EngineConfig
 
 
 def _runner(backend: Backend, index: int, folder: Path, act_quant: str) -> Runner:
+    """References serve what the backend has no kernel for: a model needs every op. A case's facts name them."""
     try:
         return Runner(load(_config(folder, f"{backend.name}:{index}", _dtype(backend, index), act_quant)))
     except BackendUnavailable as error:
