@@ -34,7 +34,7 @@ def smoke_cases(op: str) -> list:
     """The first cases of a card whose arguments are not empty."""
     card, found = get_card(op), []
     for case in card.enumerate_cases():
-        if case.params.get("requests", "0+1") and 0 not in [case.params.get(key, 1) for key in ("T", "M", "rows")]:
+        if case.params.get("requests", "0+1") and 0 not in [case.params.get(key, 1) for key in ("T", "M", "S", "R", "rows")]:
             found.append(case)
         if len(found) == CASES:
             break
