@@ -8,11 +8,13 @@
 
 #include "deepinfer/hal.h"
 #include "twin/machine.h"
+#include "twin/peer.h"
 
 namespace twin {
 
 template <class F>
 inline void launch_kernel(void* stream, const char* name, int cubes, int vectors, int64_t blocks, F body) {
+  if (stream_of(stream)->seat != nullptr) return enqueue(*stream_of(stream), name, cubes, vectors, blocks, body);
   launch(*stream_of(stream), name, cubes, vectors, blocks, [](void* f) { (*static_cast<F*>(f))(); }, &body);
 }
 int finish_call(void* stream, di_error* e);

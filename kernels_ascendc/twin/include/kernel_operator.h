@@ -3,6 +3,7 @@
 
 #include "twin/copy.h"
 #include "twin/cube.h"
+#include "twin/peer.h"
 #include "twin/pipe.h"
 #include "twin/reduce.h"
 #include "twin/reg.h"

@@ -219,6 +219,7 @@ namespace {
 struct Region {
   uint64_t first, last;
   const char* what;
+  int rank;
 };
 std::vector<Region> regions;
 size_t last_region = 0;
@@ -228,26 +229,31 @@ void forget_regions() {
   regions.clear();
   last_region = 0;
 }
-void add_region(const void* address, uint64_t bytes, const char* what) {
-  if (bytes != 0) regions.push_back({(uint64_t)(uintptr_t)address, (uint64_t)(uintptr_t)address + bytes, what});
+void add_region(const void* address, uint64_t bytes, const char* what, int rank) {
+  if (bytes != 0) regions.push_back({(uint64_t)(uintptr_t)address, (uint64_t)(uintptr_t)address + bytes, what, rank});
 }
 
 void global_access(Pipe& pipe, const void* address, uint64_t bytes, GlobalUse use, const char* what) {
   if (bytes == 0) return;
   const uint64_t at = (uint64_t)(uintptr_t)address;
-  const auto holds = [&](const Region& r) { return at >= r.first && at + bytes <= r.last; };
+  const int rank = pipe.core->rank;
+  const auto holds = [&](const Region& r) {
+    return at >= r.first && at + bytes <= r.last && (r.rank < 0 || r.rank == rank);
+  };
   if (!regions.empty() && !holds(regions[last_region])) {
     size_t i = 0;
     while (i < regions.size() && !holds(regions[i])) ++i;
     if (i == regions.size()) {
       const Where w = where_now(pipe);
       give_up("%s at %s:%d on %s: %s takes %" PRIu64
-              " bytes of global memory at %p, outside of every tensor of the call",
-              op_now(pipe), w.file, w.line, place(*pipe.core).c_str(), what, bytes, address);
+              " bytes of global memory at %p, outside of every tensor of the call%s",
+              op_now(pipe), w.file, w.line, place(*pipe.core).c_str(), what, bytes, address,
+              window_bounds(at, bytes).c_str());
     }
     last_region = i;
   }
   Launch& launch = *running_launch;
+  if (launch.ranks > 0 && window_access(pipe, at, bytes, use)) return;
   if (pipe.saved < 0) {
     pipe.saved = (int32_t)launch.saved.size();
     launch.saved.push_back({pipe.known, pipe.foreign});
@@ -301,6 +307,10 @@ void check_pair(const GlobalAccess& a, const GlobalAccess& b) {
 }
 
 }  // namespace
+
+std::string describe_access(const GlobalAccess& access) {
+  return describe(group_at(access.group), (uint32_t)access.tid << kClockBits | access.clock);
+}
 
 void check_global_log(Launch& launch) {
   auto& log = launch.accesses;

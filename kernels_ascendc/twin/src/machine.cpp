@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -114,8 +115,14 @@ Group& group_at(int index) { return *groups[(size_t)index]; }
 
 std::string place(const Core& core) {
   char text[64];
-  if (core.kind == kCube) snprintf(text, sizeof text, "cube core %d", core.group->index);
-  else snprintf(text, sizeof text, "vector core %d", core.group->index * 2 + core.kind - 1);
+  int group = core.group->index;
+  char rank[32] = "";
+  if (running_launch != nullptr && running_launch->ranks > 0) {
+    group -= running_launch->part_of(core.rank).first_group;
+    snprintf(rank, sizeof rank, " of rank %d", core.rank);
+  }
+  if (core.kind == kCube) snprintf(text, sizeof text, "cube core %d%s", group, rank);
+  else snprintf(text, sizeof text, "vector core %d%s", group * 2 + core.kind - 1, rank);
   return text;
 }
 
@@ -171,7 +178,7 @@ static void report_deadlock(Launch& launch) {
     if (task.finished) continue;
     char line[512];
     snprintf(line, sizeof line, " %s waits at %s:%d for %s;", place(*task.core).c_str(), task.waits_at.file,
-             task.waits_at.line, task.waits_for.c_str());
+             task.waits_at.line, task.polls ? polled(task).c_str() : task.waits_for.c_str());
     if (text.size() + strlen(line) < 900) text += line;
   }
   complain("%s", text.c_str());
@@ -180,7 +187,7 @@ static void report_deadlock(Launch& launch) {
 
 static void run_task(void* context) {
   Task& task = *static_cast<Task*>(context);
-  running_launch->body(running_launch->context);
+  task.part->body(task.part->context);
   task.finished = true;
 }
 
@@ -193,16 +200,18 @@ static void run_wave(Launch& launch) {
     for (size_t k = 0, i = start; k < n && !launch.aborted; ++k, i = (i + step) % n) {
       Task& task = launch.tasks[i];
       if (task.finished || (task.ready != nullptr && !task.ready(task.ready_context))) continue;
-      moved = true;
+      const uint64_t writes = launch.flag_writes;
+      const bool idle = task.polls && task.writes_seen == writes;  // nothing is new since it last looked
       current = task.core;
       launch.task = &task;
       enter_fiber(task.fiber);
+      moved = moved || !idle || !task.polls || launch.flag_writes != writes;
       if (task.finished) {
         --left;
         if (!launch.aborted) finish_block(*task.core);
       }
     }
-    if (!moved && !launch.aborted) report_deadlock(launch);
+    if (!moved && !launch.aborted && !let_time_pass(launch)) report_deadlock(launch);
   }
   current = nullptr;
 }
@@ -249,24 +258,62 @@ static void clean_after_abort(Launch& launch) {
 
 void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, void (*body)(void*),
             void* context) {
-  static std::mutex one_at_a_time;
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
-  timespec begun, ended;
-  clock_gettime(CLOCK_MONOTONIC, &begun);
-  while ((int)groups.size() < stream.groups) {
+  const Part whole{body, context, cubes, vectors, blocks, 0, stream.groups, -1};
+  launch_parts(stream, name, &whole, 1);
+}
+
+namespace {
+
+int blocks_at_once(const Part& part) { return part.groups * (part.cubes == 0 ? 2 : 1); }
+
+// Makes the tasks of blocks [first, first + count) of a part; returns the next free one.
+size_t start_blocks(Launch& launch, const Part& part, int64_t first, int count, size_t t) {
+  for (int b = 0; b < count; ++b) {
+    const int block = (int)first + b, vectors = part.vectors;
+    Group& group = group_at(part.first_group + (part.cubes == 0 ? b / 2 : b));
+    for (int c = part.cubes == 0 ? 1 + b % 2 : 0; c <= (part.cubes == 0 ? 1 + b % 2 : vectors); ++c) {
+      Core& core = group.core[c];
+      if (part.cubes == 0) start_core(core, block, (int)part.blocks, 0, 1);
+      else
+        start_core(core, c == 0 ? block : block * vectors + c - 1, (int)part.blocks, c == 0 ? 0 : c - 1,
+                   vectors > 0 ? vectors : 1);
+      core.rank = part.rank < 0 ? 0 : part.rank;
+      launch.tasks[t].part = &part;
+      launch.tasks[t++].core = &core;
+    }
+  }
+  return t;
+}
+
+// Blocks [first, ...) of every part, as many as there are cores for. Returns false when none was left.
+bool run_blocks(Launch& launch, int64_t first) {
+  int tasks = 0, used = 0;
+  const auto count = [&](const Part& part) {
+    return (int)std::max<int64_t>(0, std::min<int64_t>(part.blocks - first, blocks_at_once(part)));
+  };
+  for (const Part& part : launch.parts) {
+    const int n = count(part);
+    tasks += n * (part.cubes == 0 ? 1 : 1 + part.vectors);
+    if (n > 0) used = std::max(used, part.first_group + (part.cubes == 0 ? (n + 1) / 2 : n));
+  }
+  if (tasks == 0) return false;
+  launch.start_tasks(tasks);
+  size_t t = 0;
+  for (const Part& part : launch.parts) t = start_blocks(launch, part, first, count(part), t);
+  begin_wave(launch, used);
+  for (Task& task : launch.tasks) prepare_fiber(task.fiber, run_task, &task);
+  run_wave(launch);
+  if (launch.aborted) clean_after_abort(launch);
+  finish_wave(launch);
+  return true;
+}
+
+void begin_groups(int count) {
+  while ((int)groups.size() < count) {
     groups.emplace_back(new Group);
     build_group(*groups.back(), (int)groups.size() - 1);
   }
-  static Launch launch;
-  launch.reset(stream, name, body, context);
-  running_launch = &launch;
-  tracing = stream.trace;
-  if (tracing) stream.traced.push_back(name);
-  if (blocks < 0 || (blocks > 0 && blocks > (1 << 20)))
-    complain("%lld blocks cannot be launched", (long long)blocks), blocks = 0;
-  const int per_group = cubes == 0 ? 2 : 1;
-  launch.all_at_once = blocks <= (int64_t)stream.groups * per_group;
-  for (int g = 0; g < stream.groups; ++g) {
+  for (int g = 0; g < count; ++g) {
     bool full = false;
     for (Core& core : group_at(g).core)
       for (Pipe& pipe : core.pipe) { full = full || pipe.now > kClockMask / 2; }
@@ -274,35 +321,39 @@ void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t bl
     for (Core& core : group_at(g).core)
       for (Pipe& pipe : core.pipe) pipe.first = pipe.now, pipe.history.clear();
   }
-  for (int64_t first = 0; first < blocks && !launch.aborted; first += (int64_t)stream.groups * per_group) {
-    const int count = (int)(blocks - first < (int64_t)stream.groups * per_group ? blocks - first
-                                                                                : (int64_t)stream.groups * per_group);
-    const int used = (count + per_group - 1) / per_group;
-    launch.start_tasks(count * (cubes == 0 ? 1 : 1 + vectors));
-    size_t t = 0;
-    for (int b = 0; b < count; ++b) {
-      const int block = (int)first + b;
-      if (cubes == 0) {
-        Core& core = group_at(b / 2).core[1 + b % 2];
-        start_core(core, block, (int)blocks, 0, 1);
-        launch.tasks[t++].core = &core;
-        continue;
-      }
-      Group& group = group_at(b);
-      for (int c = 0; c <= vectors; ++c) {
-        Core& core = group.core[c];
-        start_core(core, c == 0 ? block : block * vectors + c - 1, (int)blocks, c == 0 ? 0 : c - 1,
-                   vectors > 0 ? vectors : 1);
-        launch.tasks[t++].core = &core;
-      }
-    }
-    begin_wave(launch, used);
-    for (Task& task : launch.tasks) prepare_fiber(task.fiber, run_task, &task);
-    run_wave(launch);
-    if (launch.aborted) clean_after_abort(launch);
-    finish_wave(launch);
+}
+
+}  // namespace
+
+void launch_parts(Stream& stream, const char* name, const Part* parts, int count) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  timespec begun, ended;
+  clock_gettime(CLOCK_MONOTONIC, &begun);
+  static Launch launch;
+  launch.reset(stream, name);
+  launch.parts.assign(parts, parts + count);
+  launch.ranks = parts[0].rank < 0 ? 0 : count;
+  running_launch = &launch;
+  tracing = stream.trace;
+  if (tracing) stream.traced.push_back(name);
+  int used = 0;
+  int64_t at_once = 1 << 20;
+  launch.all_at_once = true;
+  for (Part& part : launch.parts) {
+    if (part.blocks < 0 || part.blocks > (1 << 20))
+      complain("%lld blocks cannot be launched", (long long)part.blocks), part.blocks = 0;
+    launch.all_at_once = launch.all_at_once && part.blocks <= blocks_at_once(part);
+    at_once = std::min<int64_t>(at_once, blocks_at_once(part));
+    used = std::max(used, part.first_group + part.groups);
   }
-  check_global_log(launch);
+  if (count > 1 && !launch.all_at_once) complain("a rank has more blocks than cores, so that ranks cannot run at once");
+  else {
+    begin_groups(used);
+    for (int64_t first = 0; !launch.aborted && run_blocks(launch, first);) first += at_once;
+    check_global_log(launch);
+    if (launch.ranks > 0) check_windows(launch);
+  }
   tracing = false;
   running_launch = nullptr;
   clock_gettime(CLOCK_MONOTONIC, &ended);

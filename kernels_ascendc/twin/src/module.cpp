@@ -44,6 +44,8 @@ int64_t item_bytes(int dtype) {
   return dtype == DI_U8 ? 1 : dtype == DI_BF16 ? 2 : dtype == DI_I64 || dtype == DI_F64 ? 8 : 4;
 }
 
+int calling_rank = -1;  // whose tensors a call's are
+
 void allow(const di_tensor& t, const char* what) {
   if (t.data == nullptr) return;
   int64_t last = 0;
@@ -51,7 +53,7 @@ void allow(const di_tensor& t, const char* what) {
     if (t.shape[i] == 0) return;
     last += (t.shape[i] - 1) * t.stride[i];
   }
-  twin::add_region(t.data, (uint64_t)((last + 1) * item_bytes(t.dtype)), what);
+  twin::add_region(t.data, (uint64_t)((last + 1) * item_bytes(t.dtype)), what, calling_rank);
 }
 
 [[noreturn]] void raise(const py::object& type, const std::string& text) {
@@ -90,12 +92,19 @@ class Kernel {
     std::vector<di_tensor> tensors;
     std::vector<int64_t> ints;
     std::vector<double> reals;
-    twin::forget_regions();
+    twin::Seat* seat = stream->seat;
+    calling_rank = seat == nullptr ? -1 : seat->rank;
+    if (seat == nullptr) twin::forget_regions();
+    else {
+      seat->world->begin_call(seat->rank);
+      seat->world->keep(std::make_shared<std::vector<py::object>>(values));
+    }
     for (size_t i = 0; i < values.size(); ++i) read(values[i], i, tensors, ints, reals);
     static const size_t kWorkspace = 64u << 20;
     static std::unique_ptr<uint8_t, void (*)(void*)> workspace(static_cast<uint8_t*>(aligned_alloc(512, kWorkspace)),
                                                                free);
-    twin::add_region(workspace.get(), kWorkspace, "workspace");
+    void* space = seat == nullptr ? workspace.get() : seat->world->workspace(seat->rank);
+    if (seat == nullptr) twin::add_region(space, kWorkspace, "workspace");
     stream->report.clear();
     stream->problems = 0;
     stream->launch_ms = 0;
@@ -103,7 +112,7 @@ class Kernel {
     const di_params params{ints.data(), reals.data(), (int32_t)ints.size(), (int32_t)reals.size()};
     int status;
     try {
-      status = kernel_(tensors.data(), (int)tensors.size(), &params, stream, workspace.get(), kWorkspace, &error);
+      status = kernel_(tensors.data(), (int)tensors.size(), &params, stream, space, kWorkspace, &error);
     } catch (const std::runtime_error& problem) { raise(failed, op_ + ": " + problem.what()); }
     if (stream->problems != 0) raise(failed, op_ + " on the twin: " + stream->report);
     if (status != DI_OK) raise(status == DI_BAD_CALL ? bad_call : failed, error.message);
@@ -166,6 +175,10 @@ std::unique_ptr<twin::Stream> make_stream(const std::string& soc, int cores, uin
 
 }  // namespace
 
+// world_module.cpp
+void bind_world(py::module_& m);
+void set_world_error(const py::object& type);
+
 PYBIND11_MODULE(_twin, m) {
   m.doc() = "AscendC kernels of deepinfer on a functional model of an Ascend 950";
   py::class_<twin::Stream>(m, "Stream",
@@ -183,6 +196,7 @@ PYBIND11_MODULE(_twin, m) {
         s.rows.clear(), s.traced.clear();
         return py::make_tuple(rows, kernels);
       });
+  bind_world(m);
   py::class_<Packed>(m, "Packed");
   py::class_<Kernel>(m, "Kernel").def("__call__", &Kernel::call);
   m.attr("HAL_VERSION") = DI_HAL_VERSION;
@@ -191,6 +205,7 @@ PYBIND11_MODULE(_twin, m) {
     reader.attach(static_cast<const di::ExchangeTable*>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api")));
     tensor_type = reinterpret_cast<PyTypeObject*>(py::object(tensor_class).release().ptr());
     bad_call = bad, failed = fail;
+    set_world_error(fail);
   });
   m.def("has", [](const std::string& op) { return find(op) != nullptr; }, "Whether the library exports di_<op>.");
   m.def(

@@ -10,11 +10,9 @@ uint32_t* Launch::new_foreign() {
   return words;
 }
 
-void Launch::reset(Stream& s, const char* n, void (*b)(void*), void* c) {
+void Launch::reset(Stream& s, const char* n) {
   stream = &s;
   name = n;
-  body = b;
-  context = c;
   aborted = false;
   task = nullptr;
   foreigns_used = 0;
@@ -23,11 +21,13 @@ void Launch::reset(Stream& s, const char* n, void (*b)(void*), void* c) {
   told.clear();
   rounds.clear();
   round_number = 0;
+  flag_writes = 0;
+  idle_cycles = 0;
 }
 
 void Launch::start_tasks(int count) {
   while ((int)tasks.size() > count) tasks.pop_back();
-  for (Task& old : tasks) old.ready = nullptr, old.finished = false;
+  for (Task& old : tasks) old.ready = nullptr, old.finished = false, old.polls = false, old.writes_seen = ~uint64_t(0);
   while ((int)tasks.size() < count) {
     tasks.emplace_back();
     Task& task = tasks.back();
@@ -35,6 +35,8 @@ void Launch::start_tasks(int count) {
     task.fiber = stacks[tasks.size() - 1];
     task.finished = false;
     task.ready = nullptr;
+    task.polls = false;
+    task.writes_seen = ~uint64_t(0);
     if (task.fiber.stack == nullptr) {
       prepare_fiber(task.fiber, nullptr, nullptr);
       stacks[tasks.size() - 1] = task.fiber;

@@ -18,7 +18,7 @@ struct Party {
 std::vector<Core*> cores_of(bool cubes, bool vectors) {
   std::vector<Core*> all;
   for (Task& task : running_launch->tasks)
-    if (task.core->kind == kCube ? cubes : vectors) all.push_back(task.core);
+    if (task.core->rank == current->rank && (task.core->kind == kCube ? cubes : vectors)) all.push_back(task.core);
   return all;
 }
 

@@ -105,6 +105,7 @@ struct Core {
   Group* group;
   CoreKind kind;
   int block, blocks, sub_block, ratio;  // what GetBlockIdx and the like say
+  int rank;                             // of a world of several; 0 otherwise
   Pipe pipe[kPipes];
   Memory memory[kMemories];  // those the core has hold data
   Flag* flags;               // [source pipe][destination pipe][id]
@@ -153,6 +154,7 @@ struct Stream {
   std::string report;               // everything the last launches complained of; empty when they were fine
   int problems;
   double launch_ms;
+  struct Seat* seat = nullptr;  // a rank's place in a world (twin/peer.h): launches then wait for those of the others
 };
 
 Stream* stream_of(void* handle);
@@ -207,13 +209,23 @@ void global_access(Pipe& pipe, const void* address, uint64_t bytes, GlobalUse us
 
 // The memory that kernels of this call may touch: the call's tensors and workspace.
 void forget_regions();
-void add_region(const void* address, uint64_t bytes, const char* what);
+void add_region(const void* address, uint64_t bytes, const char* what, int rank = -1);  // -1: of every rank
 
 // ---- running ------------------------------------------------------------------------------------------------------
 
 void wait_until(bool (*ready)(void*), void* context, const char* what, Where where);
+
+// What one rank adds to a launch: a kernel on the cube cores [first_group, first_group + groups) with their vector cores.
+struct Part {
+  void (*body)(void*);
+  void* context;
+  int cubes, vectors;  // cores of a block: 0, 1 | 1, 0 | 1, 2
+  int64_t blocks;
+  int first_group, groups, rank;
+};
 void launch(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, void (*body)(void*),
             void* context);
+void launch_parts(Stream& stream, const char* name, const Part* parts, int count);  // several run at the same time
 
 // The UB that a pointer from GetPhyAddr lies in.
 inline Memory& memory_of_pointer(Core& core, const void* address) {
