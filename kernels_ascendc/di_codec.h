@@ -150,8 +150,8 @@ class RowEncoder {
   __aicore__ inline void PackFp4(const AscendC::LocalTensor<uint8_t>& to, const AscendC::LocalTensor<float>& row, uint32_t width) {
     using namespace AscendC;
     LocalTensor<int32_t> bits = row.ReinterpretCast<int32_t>(), cut = work_.Get<int32_t>();
-    ShiftLeft(cut.ReinterpretCast<uint32_t>(), bits.ReinterpretCast<uint32_t>(), 16, width);
-    ShiftRight(cut.ReinterpretCast<uint32_t>(), cut.ReinterpretCast<uint32_t>(), 16, width);
+    ShiftLeft(cut.ReinterpretCast<uint32_t>(), bits.ReinterpretCast<uint32_t>(), 16u, width);
+    ShiftRight(cut.ReinterpretCast<uint32_t>(), cut.ReinterpretCast<uint32_t>(), 16u, width);
     Mins(cut, cut, 1, width);
     ShiftLeft(cut, cut, 16, width);
     Or(bits.ReinterpretCast<uint16_t>(), bits.ReinterpretCast<uint16_t>(), cut.ReinterpretCast<uint16_t>(), width * 2);

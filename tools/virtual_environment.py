@@ -7,6 +7,7 @@ and pytest are not installed twice.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -16,6 +17,7 @@ import sysconfig
 from pathlib import Path
 
 _READY = "ready.txt"
+WITHOUT_INDEX = "Without a package index leave these tests out: pytest -m 'not full and not index'."
 
 
 class EnvironmentFailed(RuntimeError):
@@ -30,16 +32,24 @@ def cache_folder() -> Path:
 def environment(name: str, packages: list[str], *, with_dependencies: bool = False) -> Path:
     """The Python of the environment that has `packages` (pip requirements), made on first use.
 
-    Raises EnvironmentFailed with pip's message. Half-made environments are removed.
+    Raises EnvironmentFailed with pip's message. Half-made environments are removed. Of several processes that want one
+    environment at once, the first makes it and the others wait.
     """
     shared = sysconfig.get_paths()["purelib"]
     key = hashlib.sha256("\n".join([sys.version, shared, str(with_dependencies), *packages]).encode()).hexdigest()[:10]
     folder = cache_folder() / "venvs" / f"{name}-{key}"
     python = folder / "bin" / "python"
-    if (folder / _READY).exists():
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / _READY).exists():
+            _make(name, folder, shared, packages, with_dependencies)
+    return python
+
+
+def _make(name: str, folder: Path, shared: str, packages: list[str], with_dependencies: bool) -> None:
+    python = folder / "bin" / "python"
+    shutil.rmtree(folder, ignore_errors=True)
     try:
         _run(name, [sys.executable, "-m", "venv", str(folder)])
         (_site_packages(folder) / "maker.pth").write_text(f"{shared}\n", encoding="utf-8")
@@ -49,7 +59,6 @@ def environment(name: str, packages: list[str], *, with_dependencies: bool = Fal
         shutil.rmtree(folder, ignore_errors=True)
         raise
     (folder / _READY).write_text("\n".join(packages) + "\n", encoding="utf-8")
-    return python
 
 
 def _site_packages(folder: Path) -> Path:
@@ -59,4 +68,5 @@ def _site_packages(folder: Path) -> Path:
 def _run(name: str, command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise EnvironmentFailed(f"environment {name}: {' '.join(command)} failed:\n{done.stdout}{done.stderr}".rstrip())
+        said = f"{done.stdout}{done.stderr}".rstrip()
+        raise EnvironmentFailed(f"environment {name}: {' '.join(command)} failed:\n{said}\n{WITHOUT_INDEX}")

@@ -1,7 +1,8 @@
-"""Environments of the Ascend checks: `python tools/ascend/ascend_venvs.py lowering | torch_npu` prints one's Python.
+"""Environments of the Ascend checks: `python tools/ascend/ascend_venvs.py lowering | torch_npu | clang` prints one's Python.
 
 lowering: triton-ascend and the Ascend 950 compiler's front half (ascendnpu-ir). torch_npu: torch_npu over the maker's
-torch, which must be 2.13.0 built for the CPU. Neither needs an NPU or CANN.
+torch, which must be 2.13.0 built for the CPU. clang: the compiler that the ziglang package carries. None of them needs an
+NPU or CANN.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ LOWERING = [
     "psutil",
     "scipy",
 ]
+CLANG = ["ziglang==0.17.1"]
 TORCH_NPU = [f"torch-npu=={TORCH}", "pyyaml"]
 
 
@@ -40,8 +42,13 @@ def torch_npu_python() -> Path:
     return environment("torch-npu", TORCH_NPU)
 
 
+def clang_python() -> Path:
+    """Python of the environment whose ziglang package carries clang."""
+    return environment("ascend-clang", CLANG)
+
+
 if __name__ == "__main__":
-    makers = {"lowering": lowering_python, "torch_npu": torch_npu_python}
+    makers = {"lowering": lowering_python, "torch_npu": torch_npu_python, "clang": clang_python}
     if len(sys.argv) != 2 or sys.argv[1] not in makers:
         sys.exit(f"usage: {sys.argv[0]} {' | '.join(makers)}")
     try:

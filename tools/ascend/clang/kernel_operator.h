@@ -1,0 +1,4 @@
+// The API as the manifest declares it.
+#pragma once
+
+#include "api.h"
