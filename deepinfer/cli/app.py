@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import deepinfer
-from deepinfer.cli import bench, chat, environment, generate, hal, hal_bench, hal_ladder, hal_new, hal_report, hal_test
+from deepinfer.cli import bench, chat, environment, generate, hal, hal_bench, hal_ladder, hal_new, hal_prove, hal_report, hal_test
 from deepinfer.cli.groups import add_command, new_app
 from deepinfer.cli.options import Json, human_size
 
@@ -55,6 +55,8 @@ add_command(hal_app, "ladder", hal_ladder.hal_ladder)
 add_command(hal_app, "test", hal_test.hal_test)
 add_command(hal_app, "record", hal_test.hal_record)
 add_command(hal_app, "bench", hal_bench.hal_bench)
+add_command(hal_app, "prove", hal_prove.hal_prove)
+add_command(hal_app, "explain", hal_prove.hal_explain)
 add_command(hal_app, "verify", hal_report.hal_verify)
 add_command(hal_app, "diff", hal_report.hal_diff)
 add_command(hal_app, "report", hal_report.hal_report)

@@ -92,6 +92,14 @@ class Backend:
         """(optional) Native kernels in the backend's priority; default: none, so the references run."""
         return ()
 
+    def candidates(self, index: int) -> Sequence[Kernel]:
+        """(optional) Kernels that stay off until `deepinfer hal prove` shows them right on this device; default: none."""
+        return ()
+
+    def proof_key(self, index: int) -> Mapping[str, str]:
+        """(optional) What a proof of a candidate holds for, exactly (chip, toolkit, ...); default: nothing can be proven."""
+        return {}
+
     def prepare_weight(self, index: int, role: str, canonical: CanonicalWeight) -> WeightHandle:
         """(optional) The one layout of a role on this backend; default: the checkpoint's bytes."""
         return prepare_canonical(role, _to(canonical, self.device(index)))
@@ -172,6 +180,10 @@ class Backend:
     def classify_error(self, error: BaseException) -> str:
         """(optional) "out_of_memory" | "device_lost" | "unknown"; default: by the exception's type."""
         return "out_of_memory" if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else "unknown"
+
+    def explain_error(self, text: str) -> Sequence[str]:
+        """(optional) Lines on what a code or message of the vendor's runtime means; default: nothing to say."""
+        return ()
 
     def profiles(self) -> Mapping[str, Capabilities]:
         """(optional) Static sheets of known parts, so that planning needs no device; default: none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +71,22 @@ def pack_weight(weight: WeightHandle) -> tuple[bytes, bytes]:
 
 
 class CLibrary:
-    """A loaded library. `stream` is the pointer that every call passes on (None: NULL).
+    """A loaded library. `stream` is the pointer that every call passes on (None: NULL), or gives it for each call.
 
+    workspace: pointer and bytes that every call may use; calls on one stream are in order, so one is enough for it.
     pack, pack_weight: how a tensor and a weight handle become di_tensor bytes; another backend may put its own here.
     """
 
     def __init__(
         self,
         path: str | Path,
-        stream: int | None = None,
+        stream: int | Callable[[], int] | None = None,
         pack: Callable[[torch.Tensor | None], bytes] = pack_tensor,
         pack_weight: Callable[[WeightHandle], tuple[bytes, bytes]] = pack_weight,
+        workspace: tuple[int, int] = (0, 0),
     ) -> None:
         self.path, self.stream, self.pack, self.pack_weight = Path(path), stream, pack, pack_weight
+        self.workspace = workspace
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -110,25 +113,33 @@ class CLibrary:
 
     def bind(self, card: OpCard) -> Callable[..., None]:
         """The call of one op, taking the card's arguments in order."""
-        symbol = getattr(self._library, f"di_{card.name}")
+        call = self.function(card.name)
+
+        def bound(*values: Any, **named: Any) -> None:
+            call(*self._pack_args(card, card.bind_args(values, named)))
+
+        return bound
+
+    def function(self, name: str) -> Callable[[Sequence[bytes], Sequence[int], Sequence[float]], None]:
+        """`di_<name>`, taking packed tensors, integers and reals. Raises the typed error of a status that is not DI_OK."""
+        symbol = getattr(self._library, f"di_{name}")
         symbol.restype = ctypes.c_int
         symbol.argtypes = (
             ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(_Params), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
             ctypes.c_char_p,
         )  # fmt: skip
 
-        def call(*values: Any, **named: Any) -> None:
-            args = card.bind_args(values, named)
-            tensors, integers, numbers = self._pack_args(card, args)
+        def call(tensors: Sequence[bytes], integers: Sequence[int], numbers: Sequence[float]) -> None:
             params = _Params(
                 struct.pack(f"@{len(integers)}q", *integers), struct.pack(f"@{len(numbers)}d", *numbers), len(integers),
                 len(numbers),
             )  # fmt: skip
             message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-            status = symbol(b"".join(tensors), len(tensors), ctypes.byref(params), self.stream, None, 0, message)
+            stream = self.stream() if callable(self.stream) else self.stream
+            status = symbol(b"".join(tensors), len(tensors), ctypes.byref(params), stream, *self.workspace, message)
             if status:
                 text = message.value.decode(errors="replace") or f"status {status}"
-                raise _ERRORS.get(status, BackendError)(f"{card.name}: {text}")
+                raise _ERRORS.get(status, BackendError)(f"{name}: {text}")
 
         return call
 

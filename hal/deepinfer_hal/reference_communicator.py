@@ -1,7 +1,7 @@
 """The reference communicator: torch.distributed moves the bytes, a TCP store lets ranks meet and tells who is missing.
 
 `ReferenceCommunicator.open` makes a gloo group and stages other devices' tensors through the host, so it serves any
-torch device. Any other process group serves as well: hand it to the constructor with the device that it moves.
+torch device. A vendor's process group serves as well: a subclass makes it, and names the device that it moves.
 
 Before each transfer all ranks meet at the store (`exchange`), so a rank that is late, dead or in another call is named
 before anything moves. A rank that dies later breaks the transfer, and its silent heart names it.
@@ -57,12 +57,22 @@ class ReferenceCommunicator(Communicator):
             return SingleRank(world)
         store, watched = (dist.PrefixStore(world.name, _connect(world, use)) for use in ("calls", "hearts"))
         hearts = Hearts(watched, world.rank, world.size, world.deadline_s)
-        joined = cls(world, store, None, hearts, torch.device("cpu"))
+        joined = cls(world, store, None, hearts, cls._carrier_of(device))
         hearts.start()
         joined.exchange("open", ())
         with joined._transfer():
-            joined._group = _gloo(dist.PrefixStore("gloo", store), world)
+            joined._group = cls._process_group(store, world)
         return joined
+
+    @classmethod
+    def _carrier_of(cls, device: torch.device) -> torch.device:
+        """The device whose tensors the group moves: the host, or a vendor's own for its group."""
+        return torch.device("cpu")
+
+    @classmethod
+    def _process_group(cls, store: dist.Store, world: World) -> Any:
+        """The group that moves the bytes; a vendor's communicator makes its own here."""
+        return _gloo(dist.PrefixStore("gloo", store), world)
 
     # -- meeting
 

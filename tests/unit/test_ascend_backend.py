@@ -24,6 +24,7 @@ def test_it_is_found_but_auto_does_not_choose_the_twin():
 def test_what_an_npu_lacks_is_named_with_both_versions(monkeypatch, tmp_path):
     monkeypatch.setattr(npu, "_DRIVER_INFO", tmp_path / "version.info")
     monkeypatch.setattr(npu, "_TOOLKITS", ())
+    monkeypatch.setattr(npu, "_DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     (tmp_path / "version.cfg").write_text("Version=[8.3.0]\n")
     reason = npu.unavailable_reason()
@@ -31,8 +32,11 @@ def test_what_an_npu_lacks_is_named_with_both_versions(monkeypatch, tmp_path):
     assert "CANN: wanted 9.0 or later, found 8.3.0" in reason
     (tmp_path / "version.info").write_text("Version=26.0.1\n")
     (tmp_path / "version.cfg").write_text("Version=[9.1.0]\n")
-    driver, toolkit, _ = npu.parts()
+    driver, nodes, toolkit, _ = npu.parts()
     assert driver.ok and driver.found == "26.0.1" and toolkit.ok
+    assert not nodes.ok and nodes.found == "none"
+    (tmp_path / "davinci3").touch()
+    assert npu.parts()[1].found == "davinci3"
     assert "written" in AscendBackend().describe_build()["npu"]
 
 

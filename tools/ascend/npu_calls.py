@@ -1,9 +1,10 @@
 """Holds the Ascend backend's torch_npu calls against what is registered. Runs inside the torch_npu environment.
 
 Vendor ops: each path runs on meta tensors under a recorder; every npu:: call it made is checked for dtypes and shapes
-against its `VendorOp`, and what its meta kernel gave against the promised results. Then mutants of each call (a wrong
-dtype, a missing argument, a transposed shape) must be noticed. Runtime calls: path and argument names must exist.
-Prints one JSON object.
+against its `VendorOp`, and what its meta kernel gave against the promised results. Runtime calls: every slot of the NPU
+device runs over a stand-in that notes its calls; each must bind to the signature of the real function, and every name of
+torch_npu in the package's sources must have been called. Then mutants of each call (a wrong dtype, a missing argument, a
+transposed shape, another name, an unknown keyword) must be noticed. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("tools", "hal", "backends/ascend")]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/ascend", "hal", "backends/ascend")]
 
+import npu_paths  # noqa: E402
 import torch  # noqa: E402
 import torch_npu  # noqa: E402
-from deepinfer_ascend.vendor_ops import RUNTIME_CALLS, VENDOR_OPS, Expected, RuntimeCall, VendorOp  # noqa: E402
+from deepinfer_ascend.vendor_ops import VENDOR_OPS, Expected, VendorOp  # noqa: E402
+from fake_torch_npu import Call as RuntimeCall  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 
@@ -122,14 +125,17 @@ def card_arguments(card: str) -> tuple[Any, ...]:
 
     i32, f32 = torch.int32, torch.float32
     t, h, m, k, experts = (SIZES[name] for name in ("T", "H", "m", "k", "experts"))
+    count = meta(1, dtype=i32)
     return {
-        "rms_norm": (meta(t, h), meta(h), 1e-20, None, meta(t, h)),
-        "hyper_connection_post": (meta(t, h), meta(t, m, dtype=f32), meta(t, m, m, dtype=f32), None, meta(t, m, h)),
+        "rms_norm": (
+            meta(t, h), meta(h), 1e-20, count, meta(t, h), meta(t, h, dtype=torch.uint8), meta(t, h // 32, dtype=torch.uint8),
+        ),
+        "hyper_connection_post": (meta(t, h), meta(t, m, dtype=f32), meta(t, m, m, dtype=f32), count, meta(t, m, h)),
         "permute": (
             meta(t, h), None, meta(t, k, dtype=i32), experts, None, meta(t * k, h), None, meta(experts + 1, dtype=i32),
             meta(t * k, dtype=i32), meta(t, k, dtype=i32),
         ),
-        "unpermute": (meta(t * k, h), meta(t, k, dtype=i32), meta(t, h), None, meta(t, h)),
+        "unpermute": (meta(t * k, h), meta(t, k, dtype=i32), meta(t, h), count, meta(t, h)),
     }[card]  # fmt: skip
 
 
@@ -151,35 +157,97 @@ def check_vendor_op(vendor: VendorOp) -> dict[str, Any]:
     return row
 
 
-def check_runtime_call(call: RuntimeCall) -> str | None:
-    """What is wrong with a runtime call, or None. A callable without a signature is only looked up."""
-    target: Any = {"torch_npu": torch_npu, "torch": torch}[call.path.split(".")[0]]
-    for name in call.path.split(".")[1:]:
-        if not hasattr(target, name):
-            return f"{call.path} does not exist"
+ATTRIBUTES = {
+    "torch_npu.npu.Stream": ("npu_stream",),
+    "torch_npu._C._NPUDeviceProperties": ("name", "total_memory", "cube_core_num", "vector_core_num"),
+}
+"""What the backend reads of objects that calls give."""
+
+
+def find(path: str) -> Any:
+    """What a dotted path names in the real torch_npu; AttributeError if nothing."""
+    target: Any = torch_npu
+    for name in path.split(".")[1:]:
         target = getattr(target, name)
+    return target
+
+
+def signature_of(target: Any) -> inspect.Signature | None:
+    """The signature, also of what pybind made (the overload with named arguments, by its docstring); None if it has none."""
     try:
-        signature = inspect.signature(target)
+        found = inspect.signature(target)
     except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(
-            *[None for name in call.arguments if name == "_"], **{n: None for n in call.arguments if n != "_"}
-        )
-    except TypeError as error:
-        return f"{call.path}({', '.join(call.arguments)}): {error}; the signature is {signature}"
+        found = None
+    anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if found is not None and {one.kind for one in found.parameters.values()} != anything:
+        return found
+    text = getattr(target.__init__ if isinstance(target, type) else target, "__doc__", None) or ""
+    for arguments in re.findall(r"__init__\(self: [^,)]+, (.*)\) -> None", text):
+        names = re.findall(r"(?:^|, )(\w+): [^=]+?(=.*?)?(?=, \w+: |$)", arguments)
+        if names and not any(re.fullmatch(r"arg\d+", name) for name, _ in names):
+            kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+            return inspect.Signature([inspect.Parameter(n, kind, default=None if d else none) for n, d in names])
     return None
+
+
+def check_runtime_call(call: RuntimeCall) -> str | None:
+    """What is wrong with a runtime call, or None. One whose target has no signature is only looked up."""
+    try:
+        target = find(call.path)
+    except AttributeError:
+        return f"{call.path} does not exist"
+    signature = signature_of(target)
+    if signature is None:
+        return None
+    own = (None,) if call.method and not isinstance(target, type) else ()
+    try:
+        signature.bind(*own, *call.args, **call.kwargs)
+    except TypeError as error:
+        return f"{call.path}: {error}; the signature is {signature}"
+    return None
+
+
+def runtime_mutants(call: RuntimeCall) -> list[tuple[str, RuntimeCall]]:
+    """(what was broken, call): another name; where there is a signature, an unknown keyword and each required argument gone."""
+    made = [("another name", RuntimeCall(call.path + "s_", call.args, call.kwargs, call.method))]
+    target = find(call.path)
+    signature = signature_of(target)
+    if signature is None:
+        return made
+    parameters = list(signature.parameters.values())
+    if call.method and not isinstance(target, type):
+        parameters = parameters[1:]
+    if all(one.kind != inspect.Parameter.VAR_KEYWORD for one in parameters):
+        made.append(("unknown keyword", RuntimeCall(call.path, call.args, {**call.kwargs, "no_such": 1}, call.method)))
+    required = [one for one in parameters if one.default is inspect.Parameter.empty and one.kind.name.startswith("POSITIONAL")]
+    if call.args and len(call.args) <= len(required):
+        made.append(("without its last argument", RuntimeCall(call.path, call.args[:-1], call.kwargs, call.method)))
+    return made
+
+
+def check_runtime() -> dict[str, Any]:
+    """Objections, mutants and what could not be checked of every call that the NPU device's slots made."""
+    calls = npu_paths.recorded()
+    wrong = {told for call in calls if (told := check_runtime_call(call))}
+    missing = npu_paths.named_in_sources() - {call.path for call in calls}
+    wrong |= {f"{name} is in the sources, but no path that was run calls it" for name in missing}
+    for path, names in ATTRIBUTES.items():
+        wrong |= {f"{path} has no {name}" for name in names if not hasattr(find(path), name)}
+    good = [call for call in calls if check_runtime_call(call) is None]
+    mutants = [(call.path, what, broken) for call in good for what, broken in runtime_mutants(call)]
+    return {
+        "runtime_calls": sorted({call.path for call in calls}),
+        "runtime_without_signature": sorted({call.path for call in good if signature_of(find(call.path)) is None}),
+        "runtime_objections": sorted(wrong),
+        "runtime_mutants": len(mutants),
+        "runtime_mutants_missed": sorted({f"{p}: {what}" for p, what, broken in mutants if check_runtime_call(broken) is None}),
+    }
 
 
 def main() -> None:
     rows = [check_vendor_op(vendor) for vendor in VENDOR_OPS]
-    wrong = [told for call in RUNTIME_CALLS if (told := check_runtime_call(call))]
-    broken = RuntimeCall("torch_npu.npu.Event", ("no_such_argument",), "mutant")
-    print(json.dumps({
-        "torch": torch.__version__, "torch_npu": torch_npu.__version__, "vendor_ops": rows,
-        "runtime_calls": len(RUNTIME_CALLS), "runtime_objections": wrong,
-        "runtime_mutant_caught": check_runtime_call(broken) is not None,
-    }))  # fmt: skip
+    report = {"torch": torch.__version__, "torch_npu": torch_npu.__version__, "vendor_ops": rows, **check_runtime()}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,65 +1,26 @@
-"""What the NPU device may ask of torch_npu: runtime calls, and the few vendor ops that could serve a card.
+"""The few ops of torch_npu that could serve a card, and those that look as if they could.
 
 A vendor op is mapped only where its documented formula is the card's; how it still differs is listed with it, and it
-stays off until a stored report or `deepinfer hal prove` shows it right for exactly that SoC, CANN and torch_npu. The
-others that look as if they fit are named with the reason why they do not. State: `written`;
-`tools/ascend/check_torch_npu.py` holds every call here against torch_npu's registered schemas and meta kernels, which
-says nothing of values.
+stays off until `deepinfer hal prove` shows it right for exactly that SoC, CANN and torch_npu. The others are named with
+the reason why they do not fit. State: `written`; `tools/ascend/check_torch_npu.py` holds every call here against
+torch_npu's registered schemas and meta kernels, which says nothing of values. docs/ascend-vendor-ops.md is the same for
+readers.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
+from deepinfer_hal.ops._common import write_result
 
-OFF_UNTIL_PROVEN = "off: not proven for this SoC, CANN and torch_npu; run `deepinfer hal prove`"
-
-
-@dataclass(frozen=True)
-class RuntimeCall:
-    """A call of torch_npu's runtime: dotted path, the arguments it is made with (names, or positions as "_"), and
-    why.
-    """
-
-    path: str
-    arguments: tuple[str, ...]
-    why: str
-
-
-RUNTIME_CALLS = (
-    RuntimeCall("torch_npu.npu.is_available", (), "probe"),
-    RuntimeCall("torch_npu.npu.device_count", (), "probe"),
-    RuntimeCall("torch_npu.npu.get_device_name", ("device_name",), "the SoC that kernels and proofs are for"),
-    RuntimeCall("torch_npu.npu.get_device_properties", ("device_name",), "memory and cores of a device"),
-    RuntimeCall("torch_npu.npu.set_device", ("device",), "one device a rank"),
-    RuntimeCall("torch_npu.npu.mem_get_info", ("device",), "free and total bytes; they vary by SKU, so never assumed"),
-    RuntimeCall("torch_npu.npu.memory_reserved", ("device",), "what the allocator holds, for the memory plan"),
-    RuntimeCall("torch_npu.npu.max_memory_allocated", ("device",), "peak bytes for reports"),
-    RuntimeCall("torch_npu.npu.reset_peak_memory_stats", ("device",), "peak bytes for reports"),
-    RuntimeCall("torch_npu.npu.empty_cache", (), "memory is given back after loading"),
-    RuntimeCall("torch_npu.npu.synchronize", ("device",), "the end of a measurement; never inside a step"),
-    RuntimeCall("torch_npu.npu.Stream", ("device", "priority"), "stream slot"),
-    RuntimeCall("torch_npu.npu.stream", ("stream",), "launches on a stream"),
-    RuntimeCall("torch_npu.npu.current_stream", ("device",), "the stream handed to the C ABI"),
-    RuntimeCall("torch_npu.npu.Stream.wait_event", ("_", "event"), "order between streams"),
-    RuntimeCall("torch_npu.npu.Stream.synchronize", ("_",), "settle waits for its copy alone"),
-    RuntimeCall("torch_npu.npu.Event", ("enable_timing",), "event slot; timing for the benchmark timer"),
-    RuntimeCall("torch_npu.npu.Event.record", ("_", "stream"), "event slot"),
-    RuntimeCall("torch_npu.npu.Event.wait", ("_", "stream"), "event slot"),
-    RuntimeCall("torch_npu.npu.Event.query", ("_",), "bounded waits poll, so that a dead device is noticed"),
-    RuntimeCall("torch_npu.npu.Event.elapsed_time", ("_", "end_event"), "timer slot"),
-    RuntimeCall("torch_npu.npu.NPUGraph", (), "graphs slot"),
-    RuntimeCall("torch_npu.npu.graph", ("npu_graph", "pool", "stream"), "capture of a step"),
-    RuntimeCall(
-        "torch_npu.npu.graph_pool_handle", (), "graphs of all sizes share one pool, which the memory plan counts"
-    ),
-    RuntimeCall("torch_npu.npu.NPUGraph.replay", ("_",), "graphs slot"),
-    RuntimeCall("torch_npu.npu.NPUGraph.reset", ("_",), "graphs slot"),
-    RuntimeCall("torch.Tensor.copy_", ("_", "src", "non_blocking"), "copies between pinned host memory and the device"),
-    RuntimeCall("torch.Tensor.pin_memory", ("_",), "pinned host memory"),
-)
+OFF_UNTIL_PROVEN = "off until `deepinfer hal prove` shows them right for this SoC, CANN and torch_npu"
+PRIORITY = 50
+"""Below this project's own kernels: a vendor op serves where those are not built."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +36,8 @@ class Expected:
 @dataclass(frozen=True)
 class VendorOp:
     """A vendor op in place of a card's kernel. `call` takes the card's arguments in order; `inputs` and `results` say
-    what the op is called with and gives; `differences`: every way in which it is not the card.
+    what the op is called with and gives; `differences`: every way in which it is not the card. `refuses`: why a call of
+    these statics is not served, or None.
     """
 
     card: str
@@ -84,24 +46,50 @@ class VendorOp:
     inputs: Mapping[str, Expected]
     results: tuple[Expected, ...]
     differences: tuple[str, ...]
+    refuses: Callable[[Mapping[str, object]], str | None] = lambda statics: None
+
+    def answer(self, call: CallSpec) -> Yes | No:
+        """Yes, unless what is known of the call, or is not known of it, goes beyond the vendor op."""
+        doubles = [name for name, value in call.statics.items() if value == "f64"]
+        reason = f"{doubles[0]} is float64" if doubles else self.refuses(call.statics)
+        return Yes() if reason is None else No(f"{self.name}: {reason}")
 
 
 _BF16, _F32, _I32, _I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 _DENSE = (_BF16, _F32)
 
 
+def _keep(out: torch.Tensor, value: torch.Tensor, count: torch.Tensor | None) -> None:
+    """Rounds `value` into the rows of `out` that count; the vendor's ops know no count on the device. Rows past it stay."""
+    if count is None:
+        out.copy_(value)
+        return
+    rows = torch.arange(out.shape[0], device=out.device).view(-1, *[1] * (out.dim() - 1))
+    out.copy_(torch.where(rows < count, value.to(out.dtype), out))
+
+
 def rms_norm(x, weight, eps, count, out, out_codes=None, out_scales=None) -> None:
-    """The card's rms_norm without codes; every row is computed, whatever the count."""
-    out.copy_(torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0])
+    """The card's rms_norm; codes are made by torch from the rounded rows."""
+    if x.dtype != weight.dtype or (out is not None and out.dtype != x.dtype):
+        y = torch.ops.npu.npu_rms_norm(x.float(), weight.float(), epsilon=eps)[0]
+    else:
+        y = torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
+    if out is not None:
+        _keep(out, y, count)
+    if out_codes is not None:
+        codes, scales = torch.empty_like(out_codes), torch.empty_like(out_scales)
+        write_result(codes, scales, y.to(x.dtype if out is None else out.dtype))
+        _keep(out_codes, codes, count)
+        _keep(out_scales, scales, count)
 
 
 def hyper_connection_post(y, post, comb, count, streams) -> None:
-    """The card's hyper_connection_post; every row is computed, whatever the count."""
-    streams.copy_(torch.ops.npu.npu_mhc_post(streams, comb, y, post))
+    """The card's hyper_connection_post over BF16 streams."""
+    _keep(streams, torch.ops.npu.npu_mhc_post(streams, comb, y, post), count)
 
 
 def permute(x, x_scale, ids, experts, count, out, out_scale, offsets, source, inverse) -> None:
-    """The card's permute of dense rows in which every id is an expert."""
+    """The card's permute of dense rows in which every id is an expert and every row counts."""
     rows, k = ids.shape
     expanded, places, ends, _ = torch.ops.npu.npu_moe_init_routing_v2(
         x, ids, active_num=rows * k, expert_num=experts, expert_tokens_num_type=0, expert_tokens_num_flag=True,
@@ -116,14 +104,26 @@ def permute(x, x_scale, ids, experts, count, out, out_scale, offsets, source, in
 
 
 def unpermute(rows, inverse, shared, count, out) -> None:
-    """The card's unpermute when every choice has a row; the shared expert is added after a rounding of its own."""
-    ones = torch.ones(inverse.shape, dtype=rows.dtype, device=rows.device)
-    out.copy_(torch.ops.npu.npu_moe_token_unpermute(rows, inverse.view(-1), ones))
-    if shared is not None:
-        out.add_(shared)
+    """The card's unpermute; a choice without a row weighs nothing, and the shared expert is added after a rounding."""
+    there = inverse >= 0
+    places = torch.where(there, inverse, 0).view(-1)
+    total = torch.ops.npu.npu_moe_token_unpermute(rows, places, there.to(rows.dtype))
+    _keep(out, total if shared is None else total + shared, count)
 
 
-_NO_COUNT = "the device count is not honoured: rows past it are written"
+def _no_permute(statics: Mapping[str, object]) -> str | None:
+    if "x_scale" not in statics or "count" not in statics:
+        return "whether codes with scales, or a device count, come with the call is not known"
+    if statics["x_scale"] is not None:
+        return "codes with scales do not go through it"
+    return None if statics["count"] is None else "it does not honour a device count"
+
+
+def _no_post(statics: Mapping[str, object]) -> str | None:
+    return None if statics.get("streams") == "bf16" else "it serves BF16 streams alone"
+
+
+_COUNT = "no device count: every row is computed, and those past the count are dropped by torch"
 
 VENDOR_OPS = (
     VendorOp(
@@ -131,8 +131,9 @@ VENDOR_OPS = (
         {"input": Expected(_DENSE, ("T", "N")), "gamma": Expected(_DENSE, ("N",))},
         (Expected(_DENSE, ("T", "N")), Expected((_F32,), ("T", "1"))),
         (
-            _NO_COUNT,
-            "no codes: a quantise call must follow",
+            _COUNT,
+            "no codes: torch makes them from the rounded rows, in some ten launches",
+            "x and weight of two dtypes are widened first",
             "whether x * rsqrt is rounded to BF16 before gamma multiplies is not documented; the card rounds once",
             "an epsilon of 1e-20 may be lost if the mean is not FP32",
             "the order of the sum is not documented, so batch invariance is unknown",
@@ -146,11 +147,12 @@ VENDOR_OPS = (
         },
         (Expected((_BF16,), ("T", "m", "H")),),
         (
-            _NO_COUNT,
+            _COUNT,
             "BF16 streams alone",
             "which index of h_res is summed is not documented; the card sums over the first",
             "not in place: one more copy of the streams",
         ),
+        _no_post,
     ),
     VendorOp(
         "permute", "npu_moe_init_routing_v2", permute,
@@ -160,12 +162,13 @@ VENDOR_OPS = (
             Expected((_F32,), ("T*k",)),
         ),
         (
-            _NO_COUNT,
+            "a call with a device count is refused",
             "an id of -1 is not allowed by the document; the card gives it no row",
             "codes with scales do not go through: dense rows alone",
             "stability of the sort for equal experts is not documented",
             "source must be made from expanded_row_idx by a scatter",
         ),
+        _no_permute,
     ),
     VendorOp(
         "unpermute", "npu_moe_token_unpermute", unpermute,
@@ -175,8 +178,8 @@ VENDOR_OPS = (
         },
         (Expected(_DENSE, ("T", "H")),),
         (
-            _NO_COUNT,
-            "a choice without a row (inverse -1) is not allowed",
+            _COUNT,
+            "a choice without a row (inverse -1) is not allowed: it is sent to row 0 with weight 0, so a NaN there spreads",
             "the shared expert is added after the sum was rounded to BF16: two roundings, the card has one",
             "the order and precision of the sum over k are not documented",
         ),
@@ -202,3 +205,16 @@ UNFIT = {
     "npu_moe_finalize_routing": "unpermute: wants scales and a source-row tensor that the card has not",
 }
 """Vendor ops that look like a card and are not offered, with the reason."""
+
+
+def kernels() -> list[Kernel]:
+    """The mapped ops as candidates: capturable none (they allocate), batch invariance unknown."""
+    return [
+        Kernel(op.card, "torch_npu", op.call, f"npu::{op.name}", "unknown", priority=PRIORITY, supports=op.answer)
+        for op in VENDOR_OPS
+    ]
+
+
+def digest() -> str:
+    """Of this file: a proof holds for the mapping that was proven."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]

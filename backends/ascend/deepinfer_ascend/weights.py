@@ -18,14 +18,12 @@ def _plain(t: torch.Tensor | None) -> torch.Tensor | None:
     return (t.view(torch.uint8) if t.element_size() == 1 else t).contiguous()
 
 
-class TwinWeight(WeightHandle):
-    """The canonical bytes with the reference that kernels on the twin read. Packed FP4 keeps two values a byte: the
-    stored row stride is then half of the logical K."""
+class PlainWeight(WeightHandle):
+    """The canonical bytes, on the device that they were given on. Packed FP4 keeps two values a byte: the stored row
+    stride is then half of the logical K."""
 
     def __init__(self, role: str, canonical: CanonicalWeight) -> None:
-        values, scales = _plain(canonical.values), _plain(canonical.scales)
-        super().__init__(role, CanonicalWeight(canonical.format, values, scales))
-        self.native = twin.module().packed_ref(values, scales, _STRIDED, list(self.shape))
+        super().__init__(role, CanonicalWeight(canonical.format, _plain(canonical.values), _plain(canonical.scales)))
 
     def slot(self, index: int) -> WeightHandle:
         whole = self.canonical()
@@ -34,4 +32,13 @@ class TwinWeight(WeightHandle):
         if not 0 <= index < self.shape[0]:
             raise BadCall(f"weight {self.role} has {self.shape[0]} slots, asked for {index}")
         scales = None if whole.scales is None else whole.scales[index]
-        return TwinWeight(self.role, CanonicalWeight(whole.format, whole.values[index], scales))
+        return type(self)(self.role, CanonicalWeight(whole.format, whole.values[index], scales))
+
+
+class TwinWeight(PlainWeight):
+    """A plain weight with the reference that kernels on the twin read."""
+
+    def __init__(self, role: str, canonical: CanonicalWeight) -> None:
+        super().__init__(role, canonical)
+        whole = self.canonical()
+        self.native = twin.module().packed_ref(whole.values, whole.scales, _STRIDED, list(self.shape))

@@ -66,7 +66,9 @@ def seats(backend: Backend, index: int, world: int) -> list[Seat]:
         raise Declined("the backend has no communicator: one rank")
     if communicator.shares_devices:
         return [Seat.of(backend, index)] * world
-    found = [info.index for info in backend.probe()]
+    probed = {info.index: info for info in backend.probe()}
+    emulated = index in probed and probed[index].emulated
+    found = [info.index for info in probed.values() if info.emulated == emulated]
     if len(found) < world:
         raise Declined(f"{world} ranks need {world} devices, there are {len(found)}")
     return [Seat.of(backend, device) for device in found[:world]]

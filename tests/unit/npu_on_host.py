@@ -1,0 +1,87 @@
+"""The NPU device over a stand-in for torch_npu, with host memory for the device's: what tests and their workers open.
+
+Nothing here runs on an NPU; it is the logic of the slots, of the library's binding and of proofs that is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from deepinfer_ascend import npu, npu_library, twin
+from deepinfer_ascend.backend import AscendBackend
+from deepinfer_ascend.npu_communicator import HcclCommunicator
+from deepinfer_hal import proofs
+from deepinfer_hal.communicator import Communicator
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/ascend"))
+import fake_torch_npu  # noqa: E402
+
+TORCH_NPU = "2.13.0"
+
+
+def stand_in(soc: str = fake_torch_npu.SOC, cann: str = fake_torch_npu.CANN, torch_npu: str = TORCH_NPU) -> list:
+    """Puts the stand-in in place for this process; the list receives its calls."""
+    calls: list[fake_torch_npu.Call] = []
+    fake_torch_npu.install(calls, soc, cann)
+    npu.unavailable_reason = lambda: None
+    npu.torch_npu_version = lambda: torch_npu
+    return calls
+
+
+class HcclOnHost(HcclCommunicator):
+    """Two ranks may use the one device of the stand-in."""
+
+    shares_devices = True
+
+
+class NpuOnHost(AscendBackend):
+    """Device 0 is the stand-in's; its tensors are the host's."""
+
+    name = "ascend"
+
+    def __init__(self) -> None:
+        if "torch_npu" not in sys.modules:  # in a worker or a rank
+            stand_in()
+
+    def device(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def communicator(self, index: int) -> type[Communicator]:
+        return HcclOnHost
+
+
+def open_with_library(spec: str):
+    """The NPU device with the twin's library in the place of the one that CANN would build; its description is `spec`."""
+    stand_in()
+    npu_library.LIBRARY = Path(twin.module().__file__)
+    npu_library.description = lambda: json.loads(spec)
+    return NpuOnHost(), 0
+
+
+def open_candidates(spec: str):
+    """The NPU device's candidates, with vendor ops in plain torch: `right`, or `wrong` by what they leave out."""
+    define_vendor_ops(spec)
+    if "torch_npu" not in sys.modules:
+        stand_in()
+    return proofs.with_candidates(NpuOnHost()), 0
+
+
+def define_vendor_ops(spec: str) -> None:
+    """npu::npu_mhc_post for host tensors, once a process."""
+    if hasattr(torch.ops.npu, "npu_mhc_post"):
+        return
+    library = torch.library.Library("npu", "FRAGMENT")
+    library.define("npu_mhc_post(Tensor x, Tensor? h_res, Tensor h_out, Tensor h_post) -> Tensor")
+
+    def post(x, h_res, h_out, h_post):
+        mixed = torch.einsum("tik,tih->tkh", h_res, x.float())
+        if spec == "right":
+            mixed = mixed + h_post[:, :, None] * h_out.float()[:, None]
+        return mixed.to(x.dtype)
+
+    library.impl("npu_mhc_post", post, "CPU")
+    define_vendor_ops.kept = library
+
