@@ -69,17 +69,20 @@ def test_trace():
     stream = twin.module().Stream(seed=4, trace=True)
     run(0, 4, rounds=1, stream=stream)
     run(2, 2, stream=stream)
-    rows, ops, kernels = twin.take_trace(stream)
-    assert kernels == ["ring_kernel", "atomic_kernel"]
+    trace = twin.take_trace(stream)
+    rows, ops = trace.rows, trace.ops
+    assert trace.kernels == ["ring_kernel", "atomic_kernel"]
     assert set(rows["launch"]) == {0, 1}
     copies = rows[(rows["op"] == ops.index("DataCopy")) & (rows["launch"] == 0)]
     assert sorted(set(copies["core"])) == [1, 2, 4, 5]
     assert {twin.PIPES[p] for p in copies["pipe"]} == {"MTE2", "MTE3"}
     assert (copies["bytes"] == 32).all()
-    waits = rows[rows["op"] == ops.index("Wait")]
-    assert len(waits) and (waits["source_clock"] <= rows["clock"].max()).all()
+    waits = rows[rows["op"] == ops.index("Await")]
+    arrivals = rows[rows["op"] == ops.index("Arrive")]
+    assert len(waits) and set(waits["work"]) == set(arrivals["work"])
+    assert {name.rsplit("/", 1)[-1] for name in trace.files} >= {"probe_sync.asc"}
     for core in range(108):
         for pipe in range(7):
             clocks = rows["clock"][(rows["core"] == core) & (rows["pipe"] == pipe)].astype(int)
             assert (np.diff(clocks) >= 0).all()
-    assert len(twin.take_trace(stream)[0]) == 0
+    assert len(twin.take_trace(stream).rows) == 0

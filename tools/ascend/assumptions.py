@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "kernels_ascendc/twin/include/twin/instructions.def"
 PAGE = ROOT / "docs/ascend-assumptions.md"
+NOT_INSTRUCTIONS = ("None", "Wait", "Arrive", "Await", "VectorFunction")  # rows of traces
 ENTRY = re.compile(r'^TWIN_(OP|RULE)\("?([^",]+)"?, (?:(\w+), )?(\w+), "([^"]*)", "([^"]*)"\)$', re.MULTILINE)
 HEAD = """# What the twin assumes about an Ascend 950
 
@@ -23,7 +24,7 @@ def page() -> str:
     """The text of the page."""
     entries = ENTRY.findall(TABLE.read_text())
     rules = [entry for entry in entries if entry[0] == "RULE"]
-    ops = [entry for entry in entries if entry[0] == "OP" and entry[1] not in ("None", "Wait", "Arrive", "Await")]
+    ops = [entry for entry in entries if entry[0] == "OP" and entry[1] not in NOT_INSTRUCTIONS]
     count = {grade: sum(op[3] == grade for op in ops) for grade in ("example", "prose", "assumed")}
     lines = [HEAD, "## Rules", "", "| Rule | Grade | Page | What the twin does |", "|---|---|---|---|"]
     lines += [f"| {name} | {grade} | {source} | {note} |" for _, name, _, grade, source, note in rules]

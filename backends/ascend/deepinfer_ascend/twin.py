@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -11,16 +12,33 @@ import torch
 from deepinfer_hal.card import OpCard, all_cards
 from deepinfer_hal.errors import BackendError, BadCall
 
-# An instruction of a trace, or a wait: then what was waited for is the source's pipe at the source's clock. Cores are
-# numbered 3 for each cube core: itself, then its two vector cores.
+# An instruction of a trace, or a wait: for a pipe up to a clock (Wait), or for all whose Arrive rows have the same round in
+# `work` (Await). Cores are numbered 3 for each cube core: itself, then its two vector cores. `work` counts elements, or
+# multiplications of the cube, or bursts of a copy; m, n, k are those of a product or tile; from and to number MEMORIES.
 TRACE_ROW = np.dtype(
-    [(name, "u2") for name in ("core", "pipe", "op", "source_core", "source_pipe", "launch")]
-    + [(name, "u4") for name in ("clock", "source_clock", "line", "bytes")]
-    + [("work", "u8")],
+    [(name, "u2") for name in ("core", "pipe", "op", "launch", "source_core", "source_pipe", "file", "m", "n", "k")]
+    + [(name, "u1") for name in ("from", "to", "type", "spare")]
+    + [(name, "u4") for name in ("clock", "source_clock", "line", "bytes", "count", "extents")]
+    + [(name, "u8") for name in ("work", "first_extent")],
     align=True,
 )
+TRACE_EXTENT = np.dtype([("offset", "u8"), ("bytes", "u4"), ("tensor", "u2"), ("use", "u2")])
+MEMORIES = ("UB", "L1", "L0A", "L0B", "L0C", "BiasTable", "Fixpipe buffer", "L0A_MX", "L0B_MX", *([""] * 6), "global")
 PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
 _KINDS = {"in": "t", "out": "t", "inout": "t", "weight": "w", "int": "i", "bool": "i", "float": "d", "str": "s"}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a `Stream(trace=True)` recorded: rows [TRACE_ROW] in the order the twin ran them, the runs of global memory that
+    they touch [TRACE_EXTENT], and the names that `op`, `launch` and `file` number. Bytes of `extents` count from the start of
+    the call's tensor, so one trace should hold one call."""
+
+    rows: np.ndarray
+    extents: np.ndarray
+    ops: list[str]
+    kernels: list[str]
+    files: list[str]
 
 
 @functools.cache
@@ -61,9 +79,15 @@ def bind(card: OpCard) -> Any:
     return twin.bind(card.name, "".join(_KINDS[arg.kind] for arg in card.signature), list(card.arg_names))
 
 
-def take_trace(stream: Any) -> tuple[np.ndarray, list[str], list[str]]:
-    """What a `Stream(trace=True)` recorded since the last call: rows of TRACE_ROW in issue order, the names of the
-    instructions that `op` numbers, and the kernels that `launch` numbers. `work` counts elements, or multiplications of
-    the cube, or rounds of a barrier."""
-    rows, kernels = stream.take_trace()
-    return np.frombuffer(rows, dtype=TRACE_ROW), module().ops(), kernels
+def take_trace(stream: Any) -> Trace:
+    """What a `Stream(trace=True)` recorded since the last call."""
+    rows, extents, kernels, files = stream.take_trace()
+    return Trace(
+        np.frombuffer(rows, TRACE_ROW), np.frombuffer(extents, TRACE_EXTENT), module().ops(), list(kernels), list(files)
+    )
+
+
+def register_ops(ops: list[str]) -> np.ndarray:
+    """Numbers of the instructions that run inside vector functions."""
+    moves = {"LocalMemBar", "LoadAlign", "StoreAlign", "LoadUnAlign", "StoreUnAlign"}
+    return np.array([i for i, name in enumerate(ops) if name.startswith("Reg") or name in moves])

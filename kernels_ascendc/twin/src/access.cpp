@@ -6,6 +6,7 @@
 
 #include "machine_private.h"
 #include "shadow.h"
+#include "trace.h"
 #include "walk.h"
 #include "twin/types.h"
 
@@ -137,6 +138,7 @@ bool told_before(Where a, Where b) {
 bool told_before_here(Where where) { return told_before(where, {"here", -2}); }
 
 const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
+  if (__builtin_expect(tracing, 0)) note_memories(memory.kind, -1);
   check_bounds(pipe, memory, offset, bytes, what);
   const int slot = reader_slot(memory, pipe.id);
   if (slot < 0) {
@@ -154,6 +156,7 @@ const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes,
 }
 
 uint8_t* store(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
+  if (__builtin_expect(tracing, 0)) note_memories(-1, memory.kind);
   check_bounds(pipe, memory, offset, bytes, what);
   over_blocks(
       offset, bytes, [&](uint32_t block, uint32_t mask) { write_block(pipe, memory, block, mask); },
@@ -178,6 +181,7 @@ const uint8_t* load_some(Pipe& pipe, Memory& memory, uint64_t offset, uint32_t b
 }
 
 const uint8_t* load_unchecked(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
+  if (__builtin_expect(tracing, 0)) note_memories(memory.kind, -1);
   check_bounds(pipe, memory, offset, bytes, what);
   const int slot = reader_slot(memory, pipe.id);
   if (slot < 0) return load(pipe, memory, offset, bytes, what);
@@ -252,6 +256,8 @@ void global_access(Pipe& pipe, const void* address, uint64_t bytes, GlobalUse us
     }
     last_region = i;
   }
+  if (__builtin_expect(tracing, 0))
+    note_global(regions.empty() ? at : at - regions[last_region].first, bytes, last_region, use);
   Launch& launch = *running_launch;
   if (launch.ranks > 0 && window_access(pipe, at, bytes, use)) return;
   if (pipe.saved < 0) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "trace.h"
 
 namespace twin {
 namespace {
@@ -56,6 +57,7 @@ void to_nz(View target, const uint8_t* source, View local_source, int item, cons
       }
     }
   }
+  if (tracing) note_sizes(m.rows, m.columns, m.count, item);
   done(pipe, m.dn ? op_Dn2Nz : op_Nd2Nz, where, (uint32_t)(m.count * m.rows * m.columns * item),
        (uint64_t)(m.count * m.rows));
 }
@@ -114,6 +116,7 @@ void load_fractals(View target, View source, Type type, const AscendC::LoadData2
                   source.offset + (uint64_t)((p.kStartPosition + k) * p.srcStride + p.mStartPosition) * 512,
                   *target.memory, target.offset + (uint64_t)(k * p.dstStride) * 512, (uint64_t)p.mStep * 512);
   }
+  if (tracing) note_sizes(p.mStep, 0, p.kStep, type);
   done(pipe, op_LoadData, where, (uint32_t)p.mStep * p.kStep * 512, p.ifTranspose);
 }
 
@@ -281,6 +284,7 @@ void product(Op op, View c, Type c_type, View a, Type a_type, View b, Type b_typ
     }
   }
   if (p.unitFlag == 3) pipe.core->unit_m = release(pipe), pipe.core->unit_m_set = true;
+  if (tracing) note_sizes(m, n, k, a_type);
   done(pipe, op, where, (uint32_t)((m + n) * k), (uint64_t)(ceil_div(m, 16) * bands * 256 * k));
 }
 

@@ -1,5 +1,6 @@
 // Out of L0C: rounding, scaling and layout on the way to global memory, UB or L1.
 #include "lanes.h"
+#include "trace.h"
 #include "twin/cube.h"
 
 namespace twin {
@@ -169,6 +170,7 @@ Pipe& start(View source, Type from, Type to, const FixpipeCall& call, Where wher
 void finish(Pipe& pipe, Type to, const FixpipeCall& call, Where where) {
   if (call.unit != 0) pipe.core->unit_fix = release(pipe), pipe.core->unit_fix_set = true;
   if (call.unit == 3) pipe.core->unit_m_set = false;
+  if (tracing) note_sizes(call.m, call.n, call.matrices, to);
   done(pipe, op_Fixpipe, where, (uint32_t)(call.n * call.m * call.matrices * kTypeBytes[to]),
        (uint64_t)(call.n * call.m * call.matrices));
 }

@@ -1,5 +1,6 @@
 // Building the chip, running a launch on it, and what ends a launch early.
 #include "machine_private.h"
+#include "trace.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -32,7 +33,6 @@ const Soc* find_soc(const char* name) {
 }
 
 Core* current = nullptr;
-bool tracing = false;
 Launch* running_launch = nullptr;
 
 namespace {
@@ -226,7 +226,6 @@ static void start_core(Core& core, int block, int blocks, int sub_block, int rat
   core.atomic_op = 0;
   core.pipe_object = nullptr;
   core.unit_m_set = core.unit_fix_set = false;
-  core.sync_rounds = 0;
   core.in_vector_function = false;
   memset(core.event_ids, 0, sizeof core.event_ids);
   memset(core.allocated, 0, sizeof core.allocated);
@@ -335,8 +334,7 @@ void launch_parts(Stream& stream, const char* name, const Part* parts, int count
   launch.parts.assign(parts, parts + count);
   launch.ranks = parts[0].rank < 0 ? 0 : count;
   running_launch = &launch;
-  tracing = stream.trace;
-  if (tracing) stream.traced.push_back(name);
+  begin_trace(stream, name);
   int used = 0;
   int64_t at_once = 1 << 20;
   launch.all_at_once = true;
@@ -361,7 +359,7 @@ void launch_parts(Stream& stream, const char* name, const Part* parts, int count
 }
 
 Stream* stream_of(void* handle) {
-  static Stream usual{&kSocs[0], kSocs[0].cubes, 1, false, true, {}, {}, {}, 0, 0.0};
+  static Stream usual{&kSocs[0], kSocs[0].cubes, 1, false, true, {}, {}, 0, 0.0};
   return handle == nullptr ? &usual : static_cast<Stream*>(handle);
 }
 

@@ -9,6 +9,7 @@
 #include "di_launch.h"
 #include "dlpack_exchange.h"
 #include "lanes.h"
+#include "replay.h"
 
 namespace py = pybind11;
 
@@ -170,7 +171,42 @@ std::unique_ptr<twin::Stream> make_stream(const std::string& soc, int cores, uin
     throw py::value_error(soc + " has " + std::to_string(chip->cubes) + " cube cores, " + std::to_string(cores) +
                           " were asked for");
   return std::unique_ptr<twin::Stream>(
-      new twin::Stream{chip, cores == 0 ? chip->cubes : cores, seed, trace, ordered_atomics, {}, {}, {}, 0, 0.0});
+      new twin::Stream{chip, cores == 0 ? chip->cubes : cores, seed, trace, ordered_atomics, {}, {}, 0, 0.0});
+}
+
+template <class T> py::bytes bytes_of(const std::vector<T>& items) {
+  return py::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T));
+}
+
+// The items of a bytes object, or ValueError.
+template <class T> std::pair<const T*, size_t> items_of(const py::bytes& bytes, const char* what) {
+  char* data = nullptr;
+  Py_ssize_t size = 0;
+  PyBytes_AsStringAndSize(bytes.ptr(), &data, &size);
+  if ((size_t)size % sizeof(T) != 0) throw py::value_error(std::string(what) + " has a broken length");
+  return {reinterpret_cast<const T*>(data), (size_t)size / sizeof(T)};
+}
+
+py::dict replay(const py::bytes& rows, const py::bytes& extents, const py::bytes& costs, const py::dict& memory) {
+  const auto r = items_of<twin::TraceRow>(rows, "rows");
+  const auto e = items_of<twin::TraceExtent>(extents, "extents");
+  const auto c = items_of<twin::RowCost>(costs, "costs");
+  if (c.second != r.second) throw py::value_error("replay: one cost a row is needed");
+  const auto number = [&](const char* name) { return memory[name].cast<double>(); };
+  const twin::SharedMemory shared{number("hbm_bytes"),    number("l2_bytes"),      number("hbm_latency"),
+                                  number("l2_latency"),   number("write_latency"), (uint32_t)number("line"),
+                                  (uint32_t)number("in_flight")};
+  const twin::Replayed out = twin::replay(r.first, r.second, e.first, e.second, c.first, shared);
+  py::dict result;
+  result["rows"] = bytes_of(out.rows);
+  result["launch_cycles"] = out.launch_cycles;
+  result["active"] = bytes_of(out.active);
+  result["scalar_critical"] = out.scalar_critical;
+  result["bandwidth_critical"] = out.bandwidth_critical;
+  result["hbm_bytes"] = out.hbm_bytes;
+  result["l2_bytes"] = out.l2_bytes;
+  result["cores"] = out.cores;
+  return result;
 }
 
 }  // namespace
@@ -190,11 +226,10 @@ PYBIND11_MODULE(_twin, m) {
       .def_readonly("problems", &twin::Stream::problems)
       .def_readonly("launch_ms", &twin::Stream::launch_ms)
       .def("take_trace", [](twin::Stream& s) {
-        py::bytes rows(reinterpret_cast<const char*>(s.rows.data()), s.rows.size() * sizeof(twin::TraceRow));
-        py::list kernels;
-        for (const std::string& name : s.traced) kernels.append(name);
-        s.rows.clear(), s.traced.clear();
-        return py::make_tuple(rows, kernels);
+        py::tuple taken = py::make_tuple(bytes_of(s.recorded.rows), bytes_of(s.recorded.extents), s.recorded.kernels,
+                                         s.recorded.files);
+        s.recorded = {};
+        return taken;
       });
   bind_world(m);
   py::class_<Packed>(m, "Packed");
@@ -242,6 +277,8 @@ PYBIND11_MODULE(_twin, m) {
         return names;
       },
       "Names of instructions, by the numbers that traces use.");
+  m.def("replay", &replay,
+        "replay(rows, extents, costs, memory): what a trace, sorted by launch and core, would take; see replay.h.");
   m.def("level", [] { return std::string(twin::lanes_level()); });
   m.def("set_level", [](const std::string& name) { return std::string(twin::set_lanes_level(name.c_str())); });
 }

@@ -1,5 +1,6 @@
-// Knowledge and how it travels: releases, acquires, barriers, flags between cores, and the trace.
+// Knowledge and how it travels: releases, acquires, barriers, and flags between cores.
 #include "machine_private.h"
+#include "trace.h"
 
 namespace twin {
 
@@ -73,29 +74,16 @@ static void learn(Pipe& pipe, const Snapshot& from) {
   pipe.saved = -1;
 }
 
-static void trace_row(const Pipe& pipe, Op op, Where where, uint32_t source, uint32_t clock, uint32_t bytes,
-                      uint64_t work) {
-  const int group = pipe.core->group->index;
-  Stream& stream = *running_launch->stream;
-  stream.rows.push_back({(uint16_t)(group * 3 + pipe.core->kind), pipe.id, op,
-                         (uint16_t)(group * 3 + (int)(source >> 8)), (uint16_t)(source & 255),
-                         (uint16_t)(stream.traced.size() - 1), pipe.now, clock, (uint32_t)where.line, bytes, work});
-}
-
-void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work) {
-  trace_row(pipe, op, where, 0, 0, bytes, work);
-}
-
 void acquire(Pipe& pipe, const Snapshot& from, Where where) {
   if (pipe.id == kS) return acquire_by_core(*pipe.core, from, where);
   learn(pipe, from);
-  if (tracing) trace_row(pipe, op_Wait, where, from.source, from.clock, 0, 0);
+  if (tracing) trace_wait(pipe, from, where);
 }
 
 // The scalar unit issues everything, so what it has waited for lies behind every instruction that follows.
 void acquire_by_core(Core& core, const Snapshot& from, Where where) {
   for (Pipe& pipe : core.pipe) learn(pipe, from);
-  if (tracing) trace_row(core.pipe[kS], op_Wait, where, from.source, from.clock, 0, 0);
+  if (tracing) trace_wait(core.pipe[kS], from, where);
 }
 
 void barrier(Core& core, PipeId id) {

@@ -123,6 +123,7 @@ void queue_enque(QueueState& queue, int index, PipeId producer, Where where) {
             queue.depth);
   Pipe& pipe = begin(producer, op_EnQue, where);
   slot.released = release(pipe);
+  done(pipe, op_EnQue, where, 0, 0);
   slot.state = Slot::kQueued;
   queue.order[(queue.tail + queue.queued++) % 64] = index;
 }
@@ -147,6 +148,7 @@ void queue_free(QueueState& queue, int index, PipeId consumer, Where where) {
     give_up("FreeTensor at %s:%d: the tensor is not held", where.file, where.line);
   Pipe& pipe = begin(consumer, op_FreeTensor, where);
   slot.released = release(pipe);
+  done(pipe, op_FreeTensor, where, 0, 0);
   slot.has_release = true;
   slot.state = Slot::kFree;
 }

@@ -3,6 +3,7 @@
 
 #include "lanes.h"
 #include "reg_private.h"
+#include "trace.h"
 
 namespace twin {
 
@@ -15,7 +16,10 @@ void enter_vector_function(Where where) {
   core.in_vector_function = true;
   core.stores_seen = core.pipe[kV].now;
 }
-void leave_vector_function() { current->in_vector_function = false; }
+void leave_vector_function(Where where) {
+  if (tracing) trace_vector_function(current->pipe[kV], where);
+  current->in_vector_function = false;
+}
 
 // Loads see the function's own stores only behind LocalMemBar<VEC_STORE, VEC_LOAD>; the page asks for it.
 void reg_barrier(bool store_to_load, Where where) {

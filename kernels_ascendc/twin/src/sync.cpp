@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "machine_private.h"
+#include "trace.h"
 
 namespace twin {
 namespace {
@@ -87,8 +88,11 @@ const uint32_t* joined_foreign(const std::vector<Core*>& setters, int id, bool c
   return all;
 }
 
-void trace_round(Pipe& pipe, Op op, Where where, uint64_t round) {
-  if (tracing) trace_instruction(pipe, op, where, 0, round);
+// Makes the snapshot that the receivers get name this round, and records who arrived.
+void trace_round(const std::vector<Core*>& setters, int id, Snapshot& joined, Where where) {
+  const uint32_t round = (uint32_t)++running_launch->round_number;
+  for (Core* core : setters) trace_arrival(*core, pending(*core, id).front(), round, where);
+  joined.source = kRoundSource, joined.clock = round;
 }
 
 // Once all have arrived, every receiver's counter goes up by one.
@@ -100,12 +104,12 @@ void complete_rounds(const Party& party, int id, Where where) {
     std::vector<Snapshot> ready;
     const bool one_group = party.setters.size() <= 2;
     Snapshot joined = pending(*party.setters[0], id).front();
+    if (tracing && party.setters.size() > 1) trace_round(party.setters, id, joined, where);
     if (one_group) {
       for (Core* core : party.setters) {
         const Snapshot& s = pending(*core, id).front();
         joined.known.join(s.known);
         joined.foreign = join_foreign(joined.foreign, s.foreign);
-        joined.clock = std::max(joined.clock, s.clock);
       }
       for (Core* core : party.setters) pending(*core, id).pop_front();
     } else {
@@ -166,7 +170,6 @@ struct AllHere {
 
 // Every core waits until all have come; what went before on any pipe of any core then lies behind everything after.
 void sync_all(bool vectors_only, int trigger, int wait, Where where) {
-  Launch& launch = *running_launch;
   need_all_at_once("SyncAll", where);
   const bool has_cubes = !cores_of(true, false).empty();
   if (!vectors_only && !has_cubes)
@@ -184,28 +187,25 @@ void sync_all(bool vectors_only, int trigger, int wait, Where where) {
     mine.foreign = join_foreign(mine.foreign, p.foreign);
   }
   pending(core, kSyncId).push_back(mine);
-  trace_round(pipe, op_Arrive, where, core.sync_rounds);
+  done(pipe, op_SyncAll, where, 0, (uint64_t)trigger);
   const std::vector<Core*> all = cores_of(!vectors_only, true);
   if (std::all_of(all.begin(), all.end(), [&](Core* c) { return !pending(*c, kSyncId).empty(); })) {
+    Snapshot joined = mine;
+    if (tracing) trace_round(all, kSyncId, joined, where);
     const uint32_t* foreign = joined_foreign(all, kSyncId, true);
     for (Core* c : all) {
-      Snapshot s = mine;
+      Snapshot s = joined;
       s.foreign = foreign;
       memcpy(s.known.at, foreign + (size_t)c->group->index * kTids, sizeof s.known.at);
       c->cross_sync.ready.push_back(s);
     }
-    ++launch.round_number;
   }
   Waiting waiting{&core.cross_sync};
   wait_until(is_ready, &waiting, "all cores at SyncAll", where);
   const Snapshot from = core.cross_sync.ready.front();
   core.cross_sync.ready.erase(core.cross_sync.ready.begin());
-  const bool was_tracing = tracing;
-  tracing = false;  // the round is one row, not a wait for a single source
   if (wait == kAll || wait == kS) acquire_by_core(core, from, where);
   else acquire(core.pipe[wait], from, where);
-  tracing = was_tracing;
-  trace_round(core.pipe[kS], op_Await, where, core.sync_rounds++);
 }
 
 }  // namespace twin

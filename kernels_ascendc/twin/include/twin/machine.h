@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "twin/trace.h"
+
 namespace twin {
 
 enum PipeId : uint8_t { kS = 0, kV, kM, kMte1, kMte2, kMte3, kFix, kPipes = 7, kAll = 15 };
@@ -111,7 +113,6 @@ struct Core {
   Flag* flags;               // [source pipe][destination pipe][id]
   uint8_t event_ids[64];     // bits in use, by source * 8 + destination
   CrossFlag cross[32], cross_sync;
-  uint64_t sync_rounds;
   uint64_t mask[2];
   bool count_mode;
   uint8_t atomic_op, atomic_type;
@@ -136,22 +137,14 @@ struct Soc {
   int cubes, vectors;
 };
 
-// One line of a trace: an instruction, or a wait when `op` is op_Wait (then `source` and `source_clock` say for what).
-struct TraceRow {
-  uint16_t core, pipe, op, source_core, source_pipe, launch;
-  uint32_t clock, source_clock, line, bytes;
-  uint64_t work;
-};
-
 struct Stream {
   const Soc* soc;
   int groups;
   uint64_t seed;
   bool trace;
   bool ordered_atomics;  // float atomics whose order is left to chance are errors
-  std::vector<TraceRow> rows;
-  std::vector<std::string> traced;  // the kernels whose launches the rows number
-  std::string report;               // everything the last launches complained of; empty when they were fine
+  Trace recorded;
+  std::string report;  // everything the last launches complained of; empty when they were fine
   int problems;
   double launch_ms;
   struct Seat* seat = nullptr;  // a rank's place in a world (twin/peer.h): launches then wait for those of the others
@@ -169,8 +162,6 @@ std::string place(const Core& core);
 // ---- instructions -------------------------------------------------------------------------------------------------
 
 void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work);
-extern bool tracing;
-
 inline Pipe& begin(PipeId id, Op op, Where where) {
   Pipe& pipe = current->pipe[id];
   ++pipe.now;

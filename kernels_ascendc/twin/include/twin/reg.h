@@ -35,7 +35,7 @@ struct StreamIn {
 };
 
 void enter_vector_function(Where where);
-void leave_vector_function();
+void leave_vector_function(Where where);
 void reg_load(Register& d, const void* address, Load how, int unit, Where where);
 void reg_load_pairs(Register& d0, Register& d1, const void* address, int unit, Where where);
 void reg_load_unaligned(Register& d, StreamIn& in, const void* address, uint64_t step, Where where);
@@ -463,7 +463,8 @@ namespace MicroAPI = Reg;
 }  // namespace AscendC
 
 template <auto function, class... Args> inline void asc_vf_call(Args... args) {
-  twin::enter_vector_function({__builtin_FILE(), __builtin_LINE()});
+  const twin::Where where{__builtin_FILE(), __builtin_LINE()};
+  twin::enter_vector_function(where);
   function(args...);
-  twin::leave_vector_function();
+  twin::leave_vector_function(where);
 }
