@@ -6,6 +6,10 @@
 #include "di_launch.h"
 #include "kernel_operator.h"
 
+#ifndef DI_CALLER  // helpers that set flags: the twin is told where their caller stands, a device needs nothing
+#define DI_CALLER
+#define DI_OF_CALLER
+#endif
 #define DI_EXPORT extern "C" __attribute__((visibility("default")))
 // Host side: the number of arguments must be the card's.
 #define DI_NEED_CALL(op, tensors, ints, reals) \

@@ -6,9 +6,9 @@
 namespace {
 
 // Everything issued so far on the first pipe of the event happens before what the second does from here on.
-template <AscendC::HardEvent event> __aicore__ inline void Sync() {
-  AscendC::SetFlag<event>(EVENT_ID0);
-  AscendC::WaitFlag<event>(EVENT_ID0);
+template <AscendC::HardEvent event> __aicore__ inline void Sync(DI_CALLER) {
+  AscendC::SetFlag<event>(EVENT_ID0 DI_OF_CALLER);
+  AscendC::WaitFlag<event>(EVENT_ID0 DI_OF_CALLER);
 }
 
 template <class T> __aicore__ inline AscendC::GlobalTensor<T> Global(__gm__ void* address) {

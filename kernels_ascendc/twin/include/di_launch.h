@@ -28,6 +28,11 @@ int finish_call(void* stream, di_error* e);
 #define DI_LAUNCH_MIX(kernel, blocks, stream, ...) \
   ::twin::launch_kernel(stream, #kernel, 1, 2, blocks, [=] { kernel(__VA_ARGS__); })
 
+// For helpers of kernels that set flags: a last parameter and argument that keep the caller's place in the source, so that
+// reports name the use and not the helper. Empty on a device.
+#define DI_CALLER TWIN_HERE
+#define DI_OF_CALLER , where
+
 // What a C ABI function returns after its launches: DI_OK, or DI_FAILED with what the twin has to say.
 inline int di_finish(void* stream, di_error* e) { return ::twin::finish_call(stream, e); }
 

@@ -211,6 +211,7 @@ py::dict replay(const py::bytes& rows, const py::bytes& extents, const py::bytes
 
 }  // namespace
 
+void bind_mutation(py::module_& m);  // mutation_module.cpp
 // world_module.cpp
 void bind_world(py::module_& m);
 void set_world_error(const py::object& type);
@@ -279,6 +280,7 @@ PYBIND11_MODULE(_twin, m) {
       "Names of instructions, by the numbers that traces use.");
   m.def("replay", &replay,
         "replay(rows, extents, costs, memory): what a trace, sorted by launch and core, would take; see replay.h.");
+  bind_mutation(m);
   m.def("level", [] { return std::string(twin::lanes_level()); });
   m.def("set_level", [](const std::string& name) { return std::string(twin::set_lanes_level(name.c_str())); });
 }

@@ -63,7 +63,7 @@ const uint32_t* join_foreign(const uint32_t* a, const uint32_t* b) {
 }
 
 Snapshot release(const Pipe& pipe) {
-  Snapshot snapshot{pipe.known, pipe.foreign, (uint32_t)pipe.core->kind << 8 | pipe.id, pipe.now};
+  Snapshot snapshot{pipe.known, pipe.foreign, (uint32_t)pipe.core->kind << 8 | pipe.id, pipe.now, {}};
   snapshot.known.at[pipe.tid] = pipe.now;
   return snapshot;
 }
@@ -103,6 +103,9 @@ void barrier(Core& core, PipeId id) {
 }
 
 void finish_block(Core& core) {
+  if (core.atomic_op != 0 && !told_before(core.atomic_where, {"atomics", -3}))
+    complain("%s: the kernel ends with atomics on, since %s:%d; SetAtomicNone turns them off", place(core).c_str(),
+             core.atomic_where.file, core.atomic_where.line);
   for (int i = 0; i < 512; ++i) {
     Flag& flag = core.flags[i];
     if (!flag.set) continue;
@@ -117,8 +120,8 @@ void finish_wave(Launch& launch) {
     for (int id = 0; id < 32; ++id) {
       CrossFlag& flag = task.core->cross[id];
       if (!launch.aborted && !flag.ready.empty())
-        complain("%s: %zu CrossCoreSetFlag of id %d were never waited for", place(*task.core).c_str(),
-                 flag.ready.size(), id);
+        complain("%s: %zu CrossCoreSetFlag of id %d were never waited for, the last one set at %s:%d", place(*task.core).c_str(),
+                 flag.ready.size(), id, flag.ready.back().where.file, flag.ready.back().where.line);
       flag.ready.clear();
     }
     task.core->cross_sync.ready.clear();
@@ -126,8 +129,8 @@ void finish_wave(Launch& launch) {
   for (size_t i = 0; i < launch.rounds.size(); ++i)
     if (!launch.rounds[i].empty()) {
       if (!launch.aborted)
-        complain("%zu CrossCoreSetFlag of id %d wait for partners that never set theirs", launch.rounds[i].size(),
-                 (int)(i % 33));
+        complain("%zu CrossCoreSetFlag of id %d wait for partners that never set theirs, the last one set at %s:%d",
+                 launch.rounds[i].size(), (int)(i % 33), launch.rounds[i].back().where.file, launch.rounds[i].back().where.line);
       launch.rounds[i].clear();
     }
 }

@@ -2,6 +2,7 @@
 #include <stdio.h>
 
 #include "machine_private.h"
+#include "twin/mutation.h"
 #include "twin/pipe.h"
 
 namespace twin {
@@ -21,6 +22,9 @@ Flag& flag_of(int event, int32_t id, const char* op, Where where) {
 }  // namespace
 
 void set_flag(int event, int32_t id, Where where) {
+  const mutation::Change change = mutation::at(mutation::kSetFlag, where, event, id);
+  if (change == mutation::kDrop) return;
+  id += mutation::shift(change);
   Flag& flag = flag_of(event, id, "SetFlag", where);
   Pipe& source = begin((PipeId)(event / 8), op_SetFlag, where);
   if (flag.set) {
@@ -31,11 +35,14 @@ void set_flag(int event, int32_t id, Where where) {
   }
   flag.set = true;
   flag.where = where;
-  flag.released = release(source);
+  flag.released = change == mutation::kForget ? Snapshot{} : release(source);
   done(source, op_SetFlag, where, 0, 0);
 }
 
 void wait_flag(int event, int32_t id, Where where) {
+  const mutation::Change change = mutation::at(mutation::kWaitFlag, where, event, id);
+  if (change == mutation::kDrop) return;
+  id += mutation::shift(change);
   Flag& flag = flag_of(event, id, "WaitFlag", where);
   Pipe& pipe = begin((PipeId)(event % 8), op_WaitFlag, where);
   if (!flag.set) {
@@ -45,10 +52,12 @@ void wait_flag(int event, int32_t id, Where where) {
             where.file, where.line, place(*current).c_str());
   }
   flag.set = false;
+  mutation::partners(flag.where, where);
   acquire(pipe, flag.released, where);
 }
 
 void pipe_barrier(int pipe, Where where) {
+  if (mutation::at(mutation::kPipeBarrier, where, pipe) == mutation::kDrop) return;
   if (pipe == kS) give_up("PipeBarrier<PIPE_S> at %s:%d: the scalar pipe has no barrier", where.file, where.line);
   Pipe& at = begin(pipe == kAll ? kS : (PipeId)pipe, op_PipeBarrier, where);
   barrier(*current, (PipeId)pipe);
@@ -79,7 +88,12 @@ uint32_t reserve(AscendC::TPosition position, uint32_t bytes, Where where) {
 
 void init_queue(QueueState& queue, Slot* slots, AscendC::TPosition position, int count, int depth, uint32_t bytes,
                 Where where) {
-  queue = {&memory_at(*current, position), slots, count, depth, 0, 0, 0, {}};
+  count += mutation::shift(mutation::at(mutation::kInitBuffer, where, 0, count));
+  const int wanted = depth > 0 ? depth : 1;  // of depth 0 are queues whose tensors stay in place
+  if (count != wanted && !(wanted == 1 && count == 2))
+    give_up("InitBuffer at %s:%d: %d buffers for a queue of depth %d; a queue has as many as its depth, or depth 1 and two of them", where.file,
+            where.line, count, depth);
+  queue = {&memory_at(*current, position), slots, count, depth, 0, 0, 0, {}, where};
   for (int i = 0; i < count; ++i) {
     slots[i].offset = reserve(position, bytes, where);
     slots[i].bytes = (bytes + 31) / 32 * 32;
@@ -102,18 +116,20 @@ int queue_alloc(QueueState& queue, PipeId producer, Where where) {
   const int index = queue.head % queue.count;
   if (slot.state != Slot::kFree)
     give_up(
-        "deadlock: AllocTensor at %s:%d on %s waits for one of %d buffers, and all are in use; FreeTensor gives them "
-        "back",
-        where.file, where.line, place(*current).c_str(), queue.count);
+        "deadlock: AllocTensor at %s:%d on %s waits for one of %d buffers, and all are in use, the next one since %s:%d; "
+        "FreeTensor gives them back",
+        where.file, where.line, place(*current).c_str(), queue.count, slot.where.file, slot.where.line);
   Pipe& pipe = begin(producer, op_AllocTensor, where);
-  if (slot.has_release) acquire(pipe, slot.released, where);
+  if (slot.has_release) mutation::partners(slot.where, where), acquire(pipe, slot.released, where);
   slot.state = Slot::kTaken;
+  slot.where = where;
   poison(*queue.memory, slot.offset, slot.bytes);
   queue.head = (queue.head + 1) % queue.count;
   return index;
 }
 
 void queue_enque(QueueState& queue, int index, PipeId producer, Where where) {
+  if (mutation::at(mutation::kEnQue, where, producer) == mutation::kDrop) return;
   Slot& slot = slot_of(queue, index, "EnQue", where);
   if (slot.state != Slot::kTaken)
     give_up("EnQue at %s:%d: the tensor is not one that AllocTensor gave out and that is still held", where.file,
@@ -125,11 +141,13 @@ void queue_enque(QueueState& queue, int index, PipeId producer, Where where) {
   slot.released = release(pipe);
   done(pipe, op_EnQue, where, 0, 0);
   slot.state = Slot::kQueued;
+  slot.where = where;
   queue.order[(queue.tail + queue.queued++) % 64] = index;
 }
 
 int queue_deque(QueueState& queue, PipeId consumer, Where where) {
   slot_of(queue, 0, "DeQue", where);
+  if (mutation::at(mutation::kDeQue, where, consumer) == mutation::kDrop) return queue.queued == 0 ? 0 : queue.order[queue.tail];
   if (queue.queued == 0)
     give_up("deadlock: DeQue at %s:%d on %s waits for a tensor, and none is in the queue", where.file, where.line,
             place(*current).c_str());
@@ -138,11 +156,14 @@ int queue_deque(QueueState& queue, PipeId consumer, Where where) {
   --queue.queued;
   Slot& slot = queue.slots[index];
   slot.state = Slot::kInUse;
+  mutation::partners(slot.where, where);
+  slot.where = where;
   acquire(begin(consumer, op_DeQue, where), slot.released, where);
   return index;
 }
 
 void queue_free(QueueState& queue, int index, PipeId consumer, Where where) {
+  if (mutation::at(mutation::kFreeTensor, where, consumer) == mutation::kDrop) return;
   Slot& slot = slot_of(queue, index, "FreeTensor", where);
   if (slot.state == Slot::kFree || slot.state == Slot::kQueued)
     give_up("FreeTensor at %s:%d: the tensor is not held", where.file, where.line);
@@ -151,6 +172,19 @@ void queue_free(QueueState& queue, int index, PipeId consumer, Where where) {
   done(pipe, op_FreeTensor, where, 0, 0);
   slot.has_release = true;
   slot.state = Slot::kFree;
+  mutation::partners(slot.where, where);
+  slot.where = where;
+}
+
+// EnQue and FreeTensor set flags of the chip that only DeQue and the next AllocTensor take back.
+void end_queue(QueueState& queue) {
+  for (int i = 0; i < queue.count; ++i) {
+    const Slot& slot = queue.slots[i];
+    if (slot.state == Slot::kFree || told_before(slot.where, queue.where)) continue;
+    complain("%s: the queue of InitBuffer at %s:%d ends with a tensor that %s at %s:%d", place(*current).c_str(), queue.where.file,
+             queue.where.line, slot.state == Slot::kQueued ? "no DeQue took after EnQue" : "no FreeTensor gave back after it was taken",
+             slot.where.file, slot.where.line);
+  }
 }
 
 }  // namespace twin

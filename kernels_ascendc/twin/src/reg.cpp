@@ -23,6 +23,7 @@ void leave_vector_function(Where where) {
 
 // Loads see the function's own stores only behind LocalMemBar<VEC_STORE, VEC_LOAD>; the page asks for it.
 void reg_barrier(bool store_to_load, Where where) {
+  if (mutation::at(mutation::kLocalMemBar, where) == mutation::kDrop) return;
   Pipe& pipe = begin(kV, op_LocalMemBar, where);
   if (store_to_load) current->stores_seen = pipe.now;
   done(pipe, op_LocalMemBar, where, 0, 0);

@@ -5,6 +5,7 @@
 
 #include "machine_private.h"
 #include "trace.h"
+#include "twin/mutation.h"
 
 namespace twin {
 namespace {
@@ -135,6 +136,9 @@ bool is_ready(void* context) { return !static_cast<Waiting*>(context)->flag->rea
 }  // namespace
 
 void cross_set(int mode, int pipe_id, uint16_t id, Where where) {
+  const mutation::Change change = mutation::at(mutation::kCrossSet, where, mode, id);
+  if (change == mutation::kDrop) return;
+  id = (uint16_t)(id + mutation::shift(change));
   if (pipe_id == kAll || (pipe_id == kS && mode != 4))
     give_up("CrossCoreSetFlag at %s:%d: mode %d does not take PIPE_S or PIPE_ALL", where.file, where.line, mode);
   const int limit = mode == 4 ? (current->kind == kCube ? 27 : 11) : 16;
@@ -142,12 +146,16 @@ void cross_set(int mode, int pipe_id, uint16_t id, Where where) {
     give_up("CrossCoreSetFlag at %s:%d: id %d does not exist in mode %d", where.file, where.line, id, mode);
   Pipe& pipe = begin((PipeId)pipe_id, op_CrossCoreSetFlag, where);
   const Party party = party_of(*current, mode, id, where);
-  pending(*current, id).push_back(release(pipe));
+  pending(*current, id).push_back(change == mutation::kForget ? Snapshot{} : release(pipe));
+  pending(*current, id).back().where = where;
   done(pipe, op_CrossCoreSetFlag, where, (uint32_t)mode, id);
   complete_rounds(party, id, where);
 }
 
 void cross_wait(int, int pipe_id, uint16_t id, Where where) {
+  const mutation::Change change = mutation::at(mutation::kCrossWait, where, pipe_id, id);
+  if (change == mutation::kDrop) return;
+  id = (uint16_t)(id + mutation::shift(change));
   if (pipe_id == kAll) give_up("CrossCoreWaitFlag at %s:%d does not take PIPE_ALL", where.file, where.line);
   if (id >= 32) give_up("CrossCoreWaitFlag at %s:%d: id %d does not exist", where.file, where.line, id);
   Pipe& pipe = begin((PipeId)pipe_id, op_CrossCoreWaitFlag, where);
@@ -158,6 +166,7 @@ void cross_wait(int, int pipe_id, uint16_t id, Where where) {
   wait_until(is_ready, &waiting, what, where);
   const Snapshot from = flag.ready.front();
   flag.ready.erase(flag.ready.begin());
+  mutation::partners(from.where, where);
   acquire(pipe, from, where);
 }
 
@@ -170,6 +179,7 @@ struct AllHere {
 
 // Every core waits until all have come; what went before on any pipe of any core then lies behind everything after.
 void sync_all(bool vectors_only, int trigger, int wait, Where where) {
+  if (mutation::at(mutation::kSyncAll, where) == mutation::kDrop) return;
   need_all_at_once("SyncAll", where);
   const bool has_cubes = !cores_of(true, false).empty();
   if (!vectors_only && !has_cubes)

@@ -146,14 +146,14 @@ inline void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, c
   twin::copy_out(twin::op_DataCopyPad, dst.bytes(), src.view(), b, true, twin::type_of<T>, where);
 }
 
-template <class T> inline void SetAtomicAdd() {
-  twin::current->atomic_op = 1, twin::current->atomic_type = twin::type_of<T>;
+template <class T> inline void SetAtomicAdd(TWIN_HERE) {
+  twin::current->atomic_where = where, twin::current->atomic_op = 1, twin::current->atomic_type = twin::type_of<T>;
 }
-template <class T> inline void SetAtomicMax() {
-  twin::current->atomic_op = 2, twin::current->atomic_type = twin::type_of<T>;
+template <class T> inline void SetAtomicMax(TWIN_HERE) {
+  twin::current->atomic_where = where, twin::current->atomic_op = 2, twin::current->atomic_type = twin::type_of<T>;
 }
-template <class T> inline void SetAtomicMin() {
-  twin::current->atomic_op = 3, twin::current->atomic_type = twin::type_of<T>;
+template <class T> inline void SetAtomicMin(TWIN_HERE) {
+  twin::current->atomic_where = where, twin::current->atomic_op = 3, twin::current->atomic_type = twin::type_of<T>;
 }
 inline void SetAtomicNone() { twin::current->atomic_op = 0; }
 inline void DisableDmaAtomic() { twin::current->atomic_op = 0; }

@@ -52,6 +52,7 @@ struct Snapshot {
   Clocks known;
   const uint32_t* foreign;
   uint32_t source, clock;  // the releasing pipe and its instruction, for the trace
+  Where where;             // of a flag between cores: what set it
 };
 
 struct Record {
@@ -116,6 +117,7 @@ struct Core {
   uint64_t mask[2];
   bool count_mode;
   uint8_t atomic_op, atomic_type;
+  Where atomic_where;  // what turned atomics on
   bool in_vector_function;
   uint32_t stores_seen;       // stores up to this number are visible to the vector function's loads
   Snapshot unit_m, unit_fix;  // what unitFlag carries between Mmad and Fixpipe

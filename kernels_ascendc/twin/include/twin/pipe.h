@@ -59,12 +59,14 @@ struct Slot {
   enum State : uint8_t { kFree, kTaken, kQueued, kInUse } state;
   Snapshot released;
   bool has_release;
+  Where where;  // what brought it into its state
 };
 struct QueueState {
   Memory* memory;
   Slot* slots;
   int count, depth, queued, head, tail;
   int order[64];
+  Where where;  // InitBuffer
 };
 struct Producers {
   PipeId producer, consumer;
@@ -77,6 +79,7 @@ int queue_alloc(QueueState& queue, PipeId producer, Where where);
 void queue_enque(QueueState& queue, int slot, PipeId producer, Where where);
 int queue_deque(QueueState& queue, PipeId consumer, Where where);
 void queue_free(QueueState& queue, int slot, PipeId consumer, Where where);
+void end_queue(QueueState& queue);
 
 constexpr PipeId producer_of(AscendC::TPosition p) {
   using P = AscendC::TPosition;
@@ -107,6 +110,7 @@ template <pipe_t pipe> inline void PipeBarrier(TWIN_HERE) { twin::pipe_barrier((
 // once.
 template <TPosition source, TPosition destination, int32_t depth, int32_t mask = 0> class TQueBind {
  public:
+  ~TQueBind() { twin::end_queue(state_); }
   template <class T> LocalTensor<T> AllocTensor(TWIN_HERE) {
     return tensor<T>(twin::queue_alloc(state_, kProducer, where));
   }

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "twin/mutation.h"
 #include "twin/reduce.h"
 #include "twin/select.h"
 
@@ -67,6 +68,12 @@ void reg_cast(Type to, Register& d, Type from, const Register& a, int layout, bo
 void reg_barrier(bool store_to_load, Where where);
 Mask mask_of(int pattern, int unit);
 Mask mask_of_count(uint32_t count, int unit);
+namespace mutation {
+inline Mask mask_at(Where where, const Mask& mask, const Mask& full) {
+  const bool partial = __builtin_expect(active, 0) && memcmp(&mask, &full, sizeof mask) != 0;
+  return at(kMask, where, 0, partial) == kDrop ? full : mask;
+}
+}  // namespace mutation
 
 }  // namespace twin
 
@@ -158,11 +165,11 @@ struct SqrtSpecificMode {
   SqrtAlgo algo = SqrtAlgo::INTRINSIC;
 };
 
-template <class T, MaskPattern pattern = MaskPattern::ALL> inline MaskReg CreateMask() {
-  return {twin::mask_of((int)pattern, sizeof(T))};
+template <class T, MaskPattern pattern = MaskPattern::ALL> inline MaskReg CreateMask(TWIN_HERE) {
+  return {twin::mutation::mask_at(where, twin::mask_of((int)pattern, sizeof(T)), twin::mask_of(0, sizeof(T)))};
 }
-template <class T> inline MaskReg UpdateMask(uint32_t& count) {
-  const MaskReg mask{twin::mask_of_count(count, sizeof(T))};
+template <class T> inline MaskReg UpdateMask(uint32_t& count, TWIN_HERE) {
+  const MaskReg mask{twin::mutation::mask_at(where, twin::mask_of_count(count, sizeof(T)), twin::mask_of(0, sizeof(T)))};
   count = count < 256 / sizeof(T) ? 0 : count - 256 / (uint32_t)sizeof(T);
   return mask;
 }

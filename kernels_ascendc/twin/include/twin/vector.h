@@ -1,6 +1,7 @@
 // Vector instructions on local memory: contiguous (count) and sliced (mask, repeats, strides) forms.
 #pragma once
 
+#include "twin/mutation.h"
 #include "twin/pipe.h"
 
 namespace AscendC {
@@ -305,10 +306,12 @@ template <class T> inline void DeInterleave(const LocalTensor<T>& dst0, const Lo
 
 inline void SetMaskCount() { twin::current->count_mode = true; }
 inline void SetMaskNorm() { twin::current->count_mode = false; }
-template <class T, MaskMode mode = MaskMode::NORMAL> inline void SetVectorMask(uint64_t high, uint64_t low) {
+template <class T, MaskMode mode = MaskMode::NORMAL> inline void SetVectorMask(uint64_t high, uint64_t low, TWIN_HERE) {
+  if (twin::mutation::at(twin::mutation::kMask, where, 0, 1) == twin::mutation::kDrop) return;
   twin::current->mask[0] = low, twin::current->mask[1] = high, twin::current->count_mode = mode == MaskMode::COUNTER;
 }
-template <class T, MaskMode mode = MaskMode::NORMAL> inline void SetVectorMask(int32_t lanes) {
+template <class T, MaskMode mode = MaskMode::NORMAL> inline void SetVectorMask(int32_t lanes, TWIN_HERE) {
+  if (twin::mutation::at(twin::mutation::kMask, where, 0, 1) == twin::mutation::kDrop) return;
   twin::current->count_mode = mode == MaskMode::COUNTER;
   if (twin::current->count_mode) {
     twin::current->mask[0] = (uint64_t)lanes, twin::current->mask[1] = 0;

@@ -1,0 +1,62 @@
+// Mutants: one synchronisation, buffer count or mask of a kernel left out or changed while it runs, to see whether the
+// twin's checks notice. Off unless the module's `mutation` functions ask for it (tools/ascend/mutate.py).
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "twin/machine.h"
+
+namespace twin::mutation {
+
+enum Kind : uint8_t {
+  kSetFlag,
+  kWaitFlag,
+  kPipeBarrier,
+  kCrossSet,
+  kCrossWait,
+  kSyncAll,
+  kEnQue,
+  kDeQue,
+  kFreeTensor,
+  kInitBuffer,
+  kMask,
+  kLocalMemBar,
+  kKinds
+};
+// kForget: the instruction takes place, but carries no order; kUp and kDown: its event id or buffer count is one off.
+enum Change : uint8_t { kNothing, kDrop, kForget, kUp, kDown };
+
+// A place in a kernel's source, `file:line`, with what it says (`detail`: the event, pipe or mode).
+struct Site {
+  std::string kernel, file, detail;
+  Kind kind;
+  int32_t line, code;
+  uint64_t count;           // how often it was reached
+  int32_t lowest, highest;  // event ids, buffer counts; of a mask: 1 if it was ever partial
+};
+
+extern bool active;  // sites are being recorded, or one of them is to change
+
+Change change_at(Kind kind, Where where, int32_t code, int32_t value);
+// What to do at a site, by default nothing special.
+inline Change at(Kind kind, Where where, int32_t code = 0, int32_t value = 0) {
+  return __builtin_expect(active, 0) ? change_at(kind, where, code, value) : kNothing;
+}
+inline int shift(Change change) { return change == kUp ? 1 : change == kDown ? -1 : 0; }
+
+void note_partners(Where first, Where second);
+// What released at `first` was acquired at `second`.
+inline void partners(Where first, Where second) {
+  if (__builtin_expect(active, 0)) note_partners(first, second);
+}
+
+void record();                                // forgets what was recorded, and records from here on
+std::vector<Site> recorded();
+std::vector<std::pair<std::string, std::string>> recorded_partners();  // as file:line
+void choose(const Site& site, Change change);  // from here on, every time the site is reached
+void stop();
+const char* kind_name(Kind kind);
+
+}  // namespace twin::mutation
