@@ -171,7 +171,7 @@ bool window_access(Pipe& pipe, uint64_t address, uint64_t bytes, GlobalUse use) 
   memcpy(all, pipe.foreign, Launch::foreign_words() * sizeof *all);
   uint32_t* own = all + (size_t)pipe.core->group->index * kTids;
   for (int i = 0; i < kTids; ++i) own[i] = std::max(own[i], pipe.known.at[i]);
-  flag = {true, {pipe.known, all, (uint32_t)pipe.core->kind << 8 | pipe.id, pipe.now}, w, pipe.core->group->index};
+  flag = {true, {pipe.known, all, (uint32_t)pipe.core->kind << 8 | pipe.id, pipe.now, w}, w, pipe.core->group->index};
   ++running_launch->flag_writes;
   return true;
 }
