@@ -75,7 +75,7 @@ def explore(ops: Iterable[str]) -> Iterator[Found]:
             finally:
                 sites, partners = module.recorded_sites(), module.recorded_partners()
                 module.stop_mutation()
-            rows = len(twin.take_trace(stream)[0])
+            rows = len(twin.take_trace(stream).rows)
             if sites and rows <= MOST_INSTRUCTIONS:
                 yield Found(op, case, rows, sites, partners)
 
