@@ -165,6 +165,25 @@ class RowEncoder {
   AscendC::TQue<AscendC::TPosition::VECOUT, 2> codes_, bytes_;
 };
 
+// scale = 2^(code - 127) of `count` e8m0 bytes; `code` and `edge` are room for as many int32. The code is the exponent
+// field; 0 is the subnormal 2^-127 and 255 is NaN, both with bit 22 set.
+__aicore__ inline void E8m0Values(const AscendC::LocalTensor<float>& scale, const AscendC::LocalTensor<int32_t>& code,
+                                  const AscendC::LocalTensor<int32_t>& edge, const AscendC::LocalTensor<uint8_t>& bytes,
+                                  uint32_t count) {
+  using namespace AscendC;
+  const LocalTensor<int32_t> bits = scale.ReinterpretCast<int32_t>();
+  Cast(code.ReinterpretCast<uint32_t>(), bytes, RoundMode::CAST_NONE, count);
+  Mins(edge, code, 1, count);
+  Muls(edge, edge, -1, count);
+  Adds(edge, edge, 1, count);
+  ShiftLeft(bits, code, 23, count);
+  Maxs(code, code, 254, count);
+  Adds(code, code, -254, count);
+  Add(edge, edge, code, count);
+  ShiftLeft(edge, edge, 22, count);
+  Add(bits, bits, edge, count);
+}
+
 class RowDecoder {
  public:
   __aicore__ inline void Init(AscendC::TPipe& pipe, int32_t format, uint32_t width) {
@@ -216,24 +235,14 @@ class RowDecoder {
   __aicore__ inline AscendC::LocalTensor<float> ScaleValues(const AscendC::LocalTensor<uint8_t>& bytes, uint32_t count) {
     using namespace AscendC;
     LocalTensor<float> scale = small_[0].Get<float>();
-    LocalTensor<int32_t> code = small_[1].Get<int32_t>(), edge = small_[2].Get<int32_t>(), bits = small_[0].Get<int32_t>();
+    LocalTensor<int32_t> code = small_[1].Get<int32_t>(), edge = small_[2].Get<int32_t>();
     const uint32_t padded = AlignUp(count, 8);
     Duplicate(scale, 0.0f, padded);
     if (format_ == DI_FP4_16) {
       Cast(scale, bytes.ReinterpretCast<fp8_e4m3fn_t>(), RoundMode::CAST_NONE, count);
       return scale;
     }
-    // 2^(code - 127): the code is the exponent field; 0 is the subnormal 2^-127 and 255 is NaN, both with bit 22 set.
-    Cast(code.ReinterpretCast<uint32_t>(), bytes, RoundMode::CAST_NONE, count);
-    Mins(edge, code, 1, count);
-    Muls(edge, edge, -1, count);
-    Adds(edge, edge, 1, count);
-    ShiftLeft(bits, code, 23, count);
-    Maxs(code, code, 254, count);
-    Adds(code, code, -254, count);
-    Add(edge, edge, code, count);
-    ShiftLeft(edge, edge, 22, count);
-    Add(bits, bits, edge, count);
+    E8m0Values(scale, code, edge, bytes, count);
     return scale;
   }
 

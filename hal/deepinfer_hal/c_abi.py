@@ -48,18 +48,22 @@ def include_dir() -> Path:
     raise BackendUnavailable(f"deepinfer/hal.h is neither in {package / 'include'} nor in {package.parent / 'include'}")
 
 
-def pack_tensor(tensor: torch.Tensor | None, pointer: int | None = None, shape: tuple[int, ...] | None = None) -> bytes:
-    """The di_tensor of a tensor; `pointer` and `shape` replace its own (a copy elsewhere, a weight's logical shape)."""
+def pack_tensor(
+    tensor: torch.Tensor | None, pointer: int | None = None, shape: tuple[int, ...] | None = None, layout: int = 0
+) -> bytes:
+    """The di_tensor of a tensor; `pointer` and `shape` replace its own (a copy elsewhere, a weight's logical shape), and
+    `layout` is a di_layout: where it is not 0, it alone says how the bytes lie."""
     if tensor is None:
         return _ABSENT
-    sizes, strides = tuple(tensor.shape if shape is None else shape), tensor.stride()
+    sizes = tuple(tensor.shape if shape is None else shape)
     dims = len(sizes)
+    strides = tensor.stride() if layout == 0 else (0,) * dims
     if dims > MAX_DIMS:
         raise BadCall(f"a tensor of {dims} dimensions cannot pass the C ABI, which takes at most {MAX_DIMS}")
     rest = (0,) * (MAX_DIMS - dims)
     index = -1 if tensor.device.type == "cpu" and pointer is None else tensor.device.index or 0
     return _TENSOR.pack(
-        tensor.data_ptr() if pointer is None else pointer, _DTYPES.get(tensor.dtype, _OTHER), 0, index, dims,
+        tensor.data_ptr() if pointer is None else pointer, _DTYPES.get(tensor.dtype, _OTHER), layout, index, dims,
         *sizes, *rest, *strides, *rest,
     )  # fmt: skip
 

@@ -86,9 +86,11 @@ class AscendBackend(Backend):
 
     def prepare_weight(self, index: int, role: str, canonical: CanonicalWeight) -> WeightHandle:
         if index == TWIN_INDEX:
-            return _weights.TwinWeight(role, canonical)
-        handle = super().prepare_weight(index, role, canonical)  # on the device
-        return _weights.PlainWeight(role, handle.canonical())
+            return _weights.prepare(role, canonical)
+        return _weights.prepare(role, super().prepare_weight(index, role, canonical).canonical())  # on the device
+
+    def prepared_nbytes(self, role: str, shape: tuple[int, ...], format: str) -> int:
+        return _weights.prepared_nbytes(role, shape, format)
 
     def communicator(self, index: int) -> type[Communicator] | None:
         if index == TWIN_INDEX:

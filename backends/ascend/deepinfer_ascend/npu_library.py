@@ -55,7 +55,8 @@ def library(index: int, device: torch.device) -> CLibrary:
     npu_runtime.open_device(index)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     stream = functools.partial(npu_runtime.current_stream_pointer, index)
-    made = CLibrary(LIBRARY, stream=stream, workspace=(workspace.data_ptr(), workspace.numel()))
+    room = (workspace.data_ptr(), workspace.numel())
+    made = CLibrary(LIBRARY, stream=stream, pack_weight=lambda handle: handle.packed(), workspace=room)
     made.kept_workspace = workspace
     return made
 

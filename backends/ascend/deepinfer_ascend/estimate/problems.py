@@ -15,7 +15,7 @@ from deepinfer_hal.bench_shapes import V41, bench_cases
 from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.errors import BadCall
 
-from deepinfer_ascend.weights import TwinWeight
+from deepinfer_ascend.weights import prepare
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Problem:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the call, drawn with a fixed seed."""
-        args = get_card(self.op).generate(self.case, 1, "cpu", TwinWeight)
+        args = get_card(self.op).generate(self.case, 1, "cpu", prepare)
         if self.adjust is not None:
             self.adjust(args)
         return args

@@ -1,0 +1,31 @@
+// Host tiling of products: a pure function of shapes and cores. Rows that only the device knows are 0 here; no choice
+// moves a bit of the result (di_cube.h), so batch invariance does not depend on it.
+#pragma once
+
+#include <stdint.h>
+
+struct MatmulPlan {
+  int32_t columns;  // of a tile, a multiple of 16
+  int32_t blocks;   // cube cores in use
+};
+
+// n columns in each of `groups` products; `rows` of each of them, 0 if unknown. A wave is one tile on every core; it
+// lasts as long as the cube multiplies or the tile's operands stream in, whichever is longer, for each item of K.
+static inline MatmulPlan PlanMatmul(int64_t n, int64_t groups, int64_t rows, int64_t cores) {
+  const int64_t kMostRows = 256, kMost = 256, kStep = 16, kProducts = 8192, kBytes = 76;  // of a core and cycle, 950DT
+  const int64_t row_tiles = rows == 0 ? 1 : (rows + kMostRows - 1) / kMostRows;
+  const int64_t tall = rows == 0 || rows > kMostRows ? (rows == 0 ? kStep : kMostRows) : (rows + kStep - 1) / kStep * kStep;
+  MatmulPlan best = {0, 0};
+  int64_t best_cost = INT64_MAX;
+  const int64_t widest = (n + kStep - 1) / kStep * kStep < kMost ? (n + kStep - 1) / kStep * kStep : kMost;
+  for (int64_t columns = widest; columns >= kStep; columns -= kStep) {
+    const int64_t tiles = groups * row_tiles * ((n + columns - 1) / columns);
+    const int64_t multiply = tall * columns * kBytes, stream = (tall + columns) * kProducts;
+    const int64_t cost = (tiles + cores - 1) / cores * (multiply > stream ? multiply : stream);
+    if (cost >= best_cost) continue;
+    best_cost = cost;
+    best.columns = (int32_t)columns;
+    best.blocks = (int32_t)(tiles < cores ? tiles : cores);
+  }
+  return best;
+}

@@ -1,0 +1,121 @@
+// Rows before and behind a product, on the vector cores: activations brought to the type or the line length that the
+// cube takes, where they do not have it yet; float32 results quantised to fp8_32.
+#pragma once
+
+#include "di_codec.h"
+
+namespace {
+
+// Rows from `first` up to the call's last: `count` on the device, or *last, or `rows`.
+struct RowRange {
+  __gm__ int32_t *count, *last;
+  int32_t first, rows;
+};
+__aicore__ inline int32_t LastRow(const RowRange& r) { return ValidRows(r.last != nullptr ? r.last : r.count, r.rows); }
+
+enum RowKind { kRowsBf16, kRowsF32, kRowsFp8 };
+
+struct Widen32 {
+  __gm__ uint8_t *values, *scales, *out;  // out: of row `first`
+  int64_t values_stride, scales_stride;   // bytes
+  RowRange range;
+  int32_t width, kind;
+};
+
+// Rows of any kind to T.
+template <class T> __global__ __vector__ void widen_kernel(Widen32 a) {
+  using namespace AscendC;
+  TPipe pipe;
+  DenseRows<T, T> dense;
+  DenseRows<bfloat16_t, T> brief;
+  RowDecoder decoder;
+  TBuf<TPosition::VECCALC> buffer;
+  const int32_t most = Min32(a.width, 2048);
+  if (a.kind == kRowsBf16) brief.Init(pipe, most);
+  dense.Init(pipe, most);
+  if (a.kind == kRowsFp8) decoder.Init(pipe, DI_FP8_32, AlignUp(most, 32));
+  pipe.InitBuffer(buffer, AlignUp(most, 64) * 4);
+  LocalTensor<float> row = buffer.Get<float>();
+  for (int32_t r = a.range.first + GetBlockIdx(); r < LastRow(a.range); r += GetBlockNum()) {
+    for (int32_t first = 0; first < a.width; first += most) {
+      const int32_t items = Min32(most, a.width - first);
+      __gm__ uint8_t* from = a.values + r * a.values_stride;
+      if (a.kind == kRowsBf16) brief.Load(row, Global<bfloat16_t>(from + first * 2), items);
+      else if (a.kind == kRowsF32) dense.Load(row, Global<T>(from + first * 4), items);
+      else decoder.Load(row, items, from + first, a.scales + r * a.scales_stride + first / 32);
+      dense.Store(Global<T>((__gm__ T*)a.out + (int64_t)(r - a.range.first) * a.width + first), row, items);
+    }
+  }
+}
+
+// e4m3 rows whose groups of k items are filled up to a multiple of 64 with zeros, their scales to an even number.
+struct FillUp {
+  __gm__ uint8_t *values, *scales, *out, *out_scales;
+  int64_t values_stride, scales_stride;
+  RowRange range;
+  int32_t groups, k;
+};
+__global__ __vector__ void fill_up_kernel(FillUp a) {
+  using namespace AscendC;
+  constexpr int32_t kPiece = 8192;
+  TPipe pipe;
+  TQueBind<TPosition::VECIN, TPosition::VECOUT, 2> codes, bytes;
+  pipe.InitBuffer(codes, 2, kPiece + 64);
+  pipe.InitBuffer(bytes, 2, kPiece / 32 + 64);
+  const int32_t full = AlignUp(a.k, 64);
+  for (int32_t r = a.range.first + GetBlockIdx(); r < LastRow(a.range); r += GetBlockNum()) {
+    for (int32_t g = 0; g < a.groups; ++g) {
+      const int64_t to = ((int64_t)(r - a.range.first) * a.groups + g) * full;
+      for (int32_t first = 0; first < a.k; first += kPiece) {
+        const int32_t items = Min32(kPiece, a.k - first), padded = AlignUp(items, 64), more = (padded - items) / 32;
+        LocalTensor<uint8_t> raw = codes.AllocTensor<uint8_t>();
+        LoadRow(raw, Global<uint8_t>(a.values + r * a.values_stride + (int64_t)g * a.k + first), items);
+        codes.EnQue(raw);
+        raw = codes.DeQue<uint8_t>();
+        if (more > 0) {
+          Sync<HardEvent::MTE2_V>();
+          Duplicate(raw[items].ReinterpretCast<uint16_t>(), (uint16_t)0, 16);
+          Sync<HardEvent::V_MTE3>();
+        }
+        StoreRow(Global<uint8_t>(a.out + to + first), raw, padded);
+        codes.FreeTensor(raw);
+        LocalTensor<uint8_t> scale = bytes.AllocTensor<uint8_t>();
+        DataCopyPad(scale, Global<uint8_t>(a.scales + r * a.scales_stride + ((int64_t)g * a.k + first) / 32),
+                    DataCopyExtParams(1, items / 32, 0, 0, 0), DataCopyPadExtParams<uint8_t>(more > 0, 0, more, 127));
+        bytes.EnQue(scale);
+        scale = bytes.DeQue<uint8_t>();
+        StoreRow(Global<uint8_t>(a.out_scales + (to + first) / 32), scale, padded / 32);
+        bytes.FreeTensor(scale);
+      }
+    }
+  }
+}
+
+struct Coded {
+  __gm__ uint8_t *dense, *codes, *scales;  // dense: of row `first`
+  int64_t codes_stride, scales_stride;
+  RowRange range;
+  int32_t width;
+};
+
+__global__ __vector__ void encode_kernel(Coded a) {
+  using namespace AscendC;
+  TPipe pipe;
+  DenseRows<float, float> dense;
+  RowEncoder encoder;
+  TBuf<TPosition::VECCALC> buffer;
+  const int32_t most = Min32(a.width, 2048);
+  dense.Init(pipe, most);
+  encoder.Init(pipe, DI_FP8_32, most);
+  pipe.InitBuffer(buffer, AlignUp(most, 64) * 4);
+  LocalTensor<float> row = buffer.Get<float>();
+  for (int32_t r = a.range.first + GetBlockIdx(); r < LastRow(a.range); r += GetBlockNum()) {
+    for (int32_t first = 0; first < a.width; first += most) {
+      const int32_t items = Min32(most, a.width - first);
+      dense.Load(row, Global<float>((__gm__ float*)a.dense + (int64_t)(r - a.range.first) * a.width + first), items);
+      encoder.Store(row, items, a.codes + r * a.codes_stride + first, a.scales + r * a.scales_stride + first / 32);
+    }
+  }
+}
+
+}  // namespace
