@@ -102,7 +102,8 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
   __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
     using namespace AscendC;
     p_ = product;
-    TileCursor ahead(p_, core, cores, kChunk), at(p_, core, cores, kChunk);
+    TileCursor ahead(p_, core, cores, kChunk);
+    TileCursor at(p_, core, cores, kChunk);
     for (int32_t i = 0; i < (kMx ? 2 : 1) * kStages; ++i) SetFlag<HardEvent::MTE1_MTE2>(i);
     for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::M_MTE1>(i), SetFlag<HardEvent::FIX_M>(i);
     for (int32_t i = 0; i < kStages - 1 && ahead.More(); ++i, ahead.Next()) Load(ahead);

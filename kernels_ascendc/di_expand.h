@@ -14,22 +14,22 @@ enum class Codes { kFp8, kFp4, kBf16 };  // what global memory holds; BF16 rows 
 
 // fractals of 256 bytes -> fractals of 512 bytes; how the codes lie in a byte: deepinfer_ascend/weights.py, pack_pairs.
 __simd_vf__ inline void ExpandPairs(__ubuf__ uint16_t* to, __ubuf__ uint16_t* from, uint16_t fractals) {
-  using namespace AscendC::Reg;
-  RegTensor<uint16_t> packed, first, second, high, in_place, low_bits, high_bit, four;
-  MaskReg all = CreateMask<uint16_t>();
-  Duplicate(in_place, 0x9c9c);
-  Duplicate(low_bits, 0x2323);
-  Duplicate(high_bit, 0x1010);
-  Duplicate(four, 4);
+  using namespace AscendC;
+  Reg::RegTensor<uint16_t> packed, first, second, high, in_place, low_bits, high_bit, four;
+  Reg::MaskReg all = Reg::CreateMask<uint16_t>();
+  Reg::Duplicate(in_place, 0x9c9c);
+  Reg::Duplicate(low_bits, 0x2323);
+  Reg::Duplicate(high_bit, 0x1010);
+  Reg::Duplicate(four, 4);
   for (uint16_t i = 0; i < fractals; ++i) {
-    LoadAlign(packed, from + i * 128);
-    And(first, packed, in_place, all);
-    StoreAlign(to + i * 256, first, all);
-    And(second, packed, low_bits, all);
-    ShiftRights(high, packed, (int16_t)2, all);
-    And(high, high, high_bit, all);
-    MulAddDst(high, second, four, all);
-    StoreAlign(to + i * 256 + 128, high, all);
+    Reg::LoadAlign(packed, from + i * 128);
+    Reg::And(first, packed, in_place, all);
+    Reg::StoreAlign(to + i * 256, first, all);
+    Reg::And(second, packed, low_bits, all);
+    Reg::ShiftRights(high, packed, (int16_t)2, all);
+    Reg::And(high, high, high_bit, all);
+    Reg::MulAddDst(high, second, four, all);
+    Reg::StoreAlign(to + i * 256 + 128, high, all);
   }
 }
 
@@ -77,7 +77,8 @@ class Fp4Expander {
   __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
     using namespace AscendC;
     p_ = product;
-    TileCursor ahead(p_, core, cores, kChunkBytes), at(p_, core, cores, kChunkBytes);
+    TileCursor ahead(p_, core, cores, kChunkBytes);
+    TileCursor at(p_, core, cores, kChunkBytes);
     for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::V_MTE2>(i), SetFlag<HardEvent::MTE3_V>(i);
     if (ahead.More()) Load(ahead), ahead.Next();
     for (; at.More(); at.Next()) {

@@ -2,8 +2,6 @@
 // moves a bit of the result (di_cube.h), so batch invariance does not depend on it.
 #pragma once
 
-#include <stdint.h>
-
 struct MatmulPlan {
   int32_t columns;  // of a tile, a multiple of 16
   int32_t blocks;   // cube cores in use
