@@ -53,10 +53,11 @@ class Communicator(abc.ABC):
     before each transfer: there ranks meet and are compared, so a transfer finds all of them. After an error other than
     CommunicatorMismatch the communicator is broken, and every later call raises.
 
-    shares_devices: whether two ranks may use one device.
+    shares_devices: whether two ranks may use one device. in_process: ranks are threads of one process, not processes.
     """
 
     shares_devices: ClassVar[bool] = False
+    in_process: ClassVar[bool] = False
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -20,7 +20,7 @@ from deepinfer_hal.errors import BackendUnavailable
 from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
-from deepinfer_ascend import error_codes, npu, npu_library, npu_runtime, support, twin, vendor_ops
+from deepinfer_ascend import error_codes, npu, npu_library, npu_runtime, ranks, support, twin, vendor_ops
 from deepinfer_ascend import weights as _weights
 
 TWIN_INDEX = 1000
@@ -94,7 +94,7 @@ class AscendBackend(Backend):
 
     def communicator(self, index: int) -> type[Communicator] | None:
         if index == TWIN_INDEX:
-            return None
+            return ranks.TwinRank
         from deepinfer_ascend.npu_communicator import HcclCommunicator
 
         return HcclCommunicator

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepinfer_hal.card import OpCard, all_cards
+from deepinfer_hal.card import Arg, OpCard, all_cards
 from deepinfer_hal.errors import BackendError, BadCall
 
 # An instruction of a trace, or a wait: for a pipe up to a clock (Wait), or for all whose Arrive rows have the same round in
@@ -76,7 +76,16 @@ def bind(card: OpCard) -> Any:
     twin = module()
     if twin is None:
         raise BadCall(f"{card.name} cannot run on the twin: {unavailable_reason()}")
-    return twin.bind(card.name, "".join(_KINDS[arg.kind] for arg in card.signature), list(card.arg_names))
+    if "comm" in card.arg_names:
+        from deepinfer_ascend import ranks  # which binds the kernels of several ranks, and needs this module
+
+        return ranks.bind(card)
+    return twin.bind(card.name, "".join(kind(arg) for arg in card.signature), list(card.arg_names))
+
+
+def kind(arg: Arg) -> str:
+    """What `module().bind` is told of a card's argument."""
+    return _KINDS[arg.kind]
 
 
 def take_trace(stream: Any) -> Trace:

@@ -14,6 +14,7 @@ from typing import Any
 
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.conformance.cases import SystemCase
+from deepinfer_hal.conformance.rank_threads import run_threads
 from deepinfer_hal.conformance.ranks import Answer, RankProcesses, Seat
 from deepinfer_hal.conformance.verdict import CheckFailed, Declined
 
@@ -75,6 +76,9 @@ def seats(backend: Backend, index: int, world: int) -> list[Seat]:
 
 
 def _run(backend: Backend, index: int, job: str, world: int, deadline_s: float, **params: Any) -> list[Answer]:
+    communicator = backend.communicator(index)
+    if communicator is not None and communicator.in_process:
+        return run_threads(job, world, backend, [index] * world, deadline_s=deadline_s, params=params)
     return processes().run(job, world, seats(backend, index, world), deadline_s=deadline_s, params=params)
 
 

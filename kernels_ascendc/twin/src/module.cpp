@@ -45,7 +45,7 @@ int64_t item_bytes(int dtype) {
   return dtype == DI_U8 ? 1 : dtype == DI_BF16 ? 2 : dtype == DI_I64 || dtype == DI_F64 ? 8 : 4;
 }
 
-int calling_rank = -1;  // whose tensors a call's are
+twin::Seat* calling = nullptr;  // the rank whose call is read; null without ranks
 
 void allow(const di_tensor& t, const char* what) {
   if (t.data == nullptr) return;
@@ -54,7 +54,9 @@ void allow(const di_tensor& t, const char* what) {
     if (t.shape[i] == 0) return;
     last += (t.shape[i] - 1) * t.stride[i];
   }
-  twin::add_region(t.data, (uint64_t)((last + 1) * item_bytes(t.dtype)), what, calling_rank);
+  const uint64_t bytes = (uint64_t)((last + 1) * item_bytes(t.dtype));
+  if (calling == nullptr) twin::add_region(t.data, bytes, what);
+  else calling->world->allow(calling->rank, t.data, bytes, what);
 }
 
 [[noreturn]] void raise(const py::object& type, const std::string& text) {
@@ -94,12 +96,9 @@ class Kernel {
     std::vector<int64_t> ints;
     std::vector<double> reals;
     twin::Seat* seat = stream->seat;
-    calling_rank = seat == nullptr ? -1 : seat->rank;
+    calling = seat;
     if (seat == nullptr) twin::forget_regions();
-    else {
-      seat->world->begin_call(seat->rank);
-      seat->world->keep(std::make_shared<std::vector<py::object>>(values));
-    }
+    else seat->world->keep(std::make_shared<std::vector<py::object>>(values));
     for (size_t i = 0; i < values.size(); ++i) read(values[i], i, tensors, ints, reals);
     static const size_t kWorkspace = 64u << 20;
     static std::unique_ptr<uint8_t, void (*)(void*)> workspace(static_cast<uint8_t*>(aligned_alloc(512, kWorkspace)),

@@ -70,13 +70,8 @@ void* World::workspace(int rank) {
   return workspace.get();
 }
 
-void World::begin_call(int rank) {
-  if (!begun_) {
-    forget_regions();
-    for (int r = 0; r < ranks_; ++r) add_region(window(r), window_bytes_, "a window");
-    begun_ = true;
-  }
-  add_region(workspace(rank), kWorkspaceBytes, "workspace", rank);
+void World::allow(int rank, const void* address, uint64_t bytes, const char* what) {
+  allowed_.push_back({rank, address, bytes, what});
 }
 
 void enqueue(Stream& stream, const char* name, int cubes, int vectors, int64_t blocks, std::function<void()> body) {
@@ -90,6 +85,12 @@ std::string World::run() {
   shared_.launch_ms = 0;
   size_t longest = 0;
   for (const auto& queue : queues_) longest = std::max(longest, queue.size());
+  forget_regions();
+  for (int r = 0; r < ranks_; ++r) {
+    add_region(window(r), window_bytes_, "a window");
+    if (workspaces_[(size_t)r] != nullptr) add_region(workspace(r), kWorkspaceBytes, "workspace", r);
+  }
+  for (const Allowed& one : allowed_) add_region(one.address, one.bytes, one.what, one.rank);
   active = this;
   for (size_t n = 0; n < longest && shared_.problems == 0; ++n) {
     std::vector<Part> parts;
@@ -111,8 +112,8 @@ std::string World::run() {
   active = nullptr;
   for (auto& queue : queues_) queue.clear();
   kept_.clear();
+  allowed_.clear();
   forget_regions();
-  begun_ = false;
   return shared_.report;
 }
 

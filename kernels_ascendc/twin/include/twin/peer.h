@@ -39,8 +39,8 @@ class World {
   Stream& stream(int rank) { return *streams_.at((size_t)rank); }
   uint8_t* window(int rank) const { return base_ + (uint64_t)rank * stride_; }
   void* workspace(int rank);
-  // The next call's tensors belong to this rank.
-  void begin_call(int rank);
+  // Memory that the launches of a rank may touch, beside the windows.
+  void allow(int rank, const void* address, uint64_t bytes, const char* what);
   void keep(std::shared_ptr<void> alive) { kept_.push_back(std::move(alive)); }  // until they have run
   // Runs what was enqueued, the ranks' n-th launches at the same time; a rank without one takes no part in it. Gives what
   // was wrong, or an empty text.
@@ -79,8 +79,14 @@ class World {
   std::vector<std::vector<Enqueued>> queues_;
   std::vector<FlagWord> flags_;
   std::vector<std::unique_ptr<uint8_t[]>> workspaces_;
+  struct Allowed {
+    int rank;
+    const void* address;
+    uint64_t bytes;
+    const char* what;
+  };
+  std::vector<Allowed> allowed_;
   std::vector<std::shared_ptr<void>> kept_;
-  bool begun_ = false;
 };
 
 int64_t system_cycle(Where where);
