@@ -33,30 +33,14 @@ template <class T> inline float flush(float x) {
   return size < kLeastNormal<T> ? x * 0.0f : x;
 }
 
-// a * b + c rounded once, on machines with and without such an instruction: the sum as a double rounded to odd loses
-// nothing that matters to a narrower rounding.
-inline double fused(float a, float b, float c) {
-  const double product = (double)a * (double)b, addend = (double)c, sum = product + addend;
-  const double part = sum - product, error = (product - (sum - part)) + (addend - part);
-  uint64_t u;
-  memcpy(&u, &sum, 8);
-  const bool inexact = error > 0 || error < 0, even = (u & 1) == 0;
-  u += inexact && even ? ((error > 0) == (sum > 0) ? 1 : ~uint64_t(0)) : 0;
-  double odd;
-  memcpy(&odd, &u, 8);
-  return odd;
-}
+// For types narrower than float: cut to what a float holds, again to odd.
 template <class T> inline void put_fused(T* p, size_t i, double x) {
-  if constexpr (std::is_same_v<T, float>) {
-    p[i] = (float)x;
-  } else {  // cut to what a float holds, again to odd
-    uint64_t u;
-    memcpy(&u, &x, 8);
-    const uint64_t low = u & 0x1fffffffu;
-    u = u - low + (low != 0 && x == x ? 0x20000000u & ~u : 0);
-    memcpy(&x, &u, 8);
-    put(p, i, (float)x);
-  }
+  uint64_t u;
+  memcpy(&u, &x, 8);
+  const uint64_t low = u & 0x1fffffffu;
+  u = u - low + (low != 0 && x == x ? 0x20000000u & ~u : 0);
+  memcpy(&x, &u, 8);
+  put(p, i, (float)x);
 }
 
 template <BinaryOp op, class W> inline W apply2(W a, W b) {
@@ -93,7 +77,8 @@ template <BinaryOp op, class T> void binary(void* d, const void* a, const void* 
     for (size_t i = 0; i < n; ++i) o[i] = (U)(op == kAnd ? p[i] & q[i] : op == kOr ? p[i] | q[i] : p[i] ^ q[i]);
   } else if constexpr (op == kMulAddDst) {
     for (size_t i = 0; i < n; ++i) {
-      if constexpr (kIsFloat<T>) put_fused(out, i, fused(get(x, i), get(y, i), get(out, i)));
+      if constexpr (std::is_same_v<T, float>) out[i] = fused_of(x[i], y[i], out[i]);
+      else if constexpr (kIsFloat<T>) put_fused(out, i, fused(get(x, i), get(y, i), get(out, i)));
       else out[i] = apply2<kAdd>(apply2<kMul>(x[i], y[i]), out[i]);
     }
   } else if constexpr (op == kDiv && kIsFloat<T>) {
@@ -119,7 +104,8 @@ template <UnaryOp op, class T> void unary(void* d, const void* a, size_t n) {
       if constexpr (op == kAbs) r = kIsFloat<T> ? (W)__builtin_fabsf((float)v) : (W)(v < 0 ? -v : v);
       else if constexpr (op == kRelu) r = v > 0 ? v : kIsFloat<T> && v != v ? v : W(0);
       else if constexpr (op == kNeg) r = (W)-v;
-      else if constexpr (op == kExp) r = flush<T>(exp_of(v));
+      else if constexpr (op == kExp && std::is_same_v<T, half>) r = flush<T>(exp_normal_of(v));
+      else if constexpr (op == kExp) r = exp_normal_of(v);
       else if constexpr (op == kLn) r = log_of(flush<T>(v));
       else if constexpr (op == kReciprocal) r = flush<T>(1.0f / flush<T>(v));
       else if constexpr (op == kSqrt) r = __builtin_sqrtf(flush<T>(v));
@@ -148,6 +134,7 @@ template <ScalarOp op, class T> void scalar(void* d, const void* a, const void* 
     else if constexpr (op == kMuls) put(out, i, apply2<kMul>(get(x, i), k));
     else if constexpr (op == kMaxs) put(out, i, apply2<kMax>(get(x, i), k));
     else if constexpr (op == kMins) put(out, i, apply2<kMin>(get(x, i), k));
+    else if constexpr (op == kAxpy && std::is_same_v<T, float>) out[i] = fused_of(x[i], k, out[i]);
     else if constexpr (op == kAxpy) put_fused(out, i, fused(get(x, i), k, get(out, i)));
     else if constexpr (op == kLeakyRelu) put(out, i, get(x, i) >= 0 ? get(x, i) : (W)(get(x, i) * k));
     else if constexpr (op == kDuplicate) out[i] = *static_cast<const T*>(s);

@@ -95,10 +95,26 @@ uint64_t lane_bytes(Type type, int64_t lanes) {
   return type == E2M1X2 ? ((uint64_t)lanes + 1) / 2 : (uint64_t)lanes * kTypeBytes[type];
 }
 
+// Bytes of a repeat whose lanes are all active, or 0.
+static uint64_t whole_bytes(const Walk& walk, int size) {
+  if (walk.mask[0] != ~0ull || (walk.mask[1] != 0 && walk.mask[1] != ~0ull)) return 0;
+  const int bytes = (walk.mask[1] == 0 ? 64 : 128) * size;
+  return bytes < 256 ? (uint64_t)bytes : 256;
+}
+
 void gather_repeat(Pipe& pipe, const View& v, Type type, const Walk& walk, int operand, int repeat, uint8_t* into,
                    const char* what) {
   const int size = kTypeBytes[type], per_block = 32 / size;
-  const uint64_t base = v.offset + (uint64_t)repeat * walk.repeat_stride[operand] * 32;
+  const uint64_t base = v.offset + (uint64_t)repeat * walk.repeat_stride[operand] * 32, whole = whole_bytes(walk, size);
+  if (whole > 0 && walk.block_stride[operand] == 1) {
+    memcpy(into, load(pipe, *v.memory, base, whole, what), whole);
+    return;
+  }
+  if (whole > 0 && walk.block_stride[operand] == 0) {
+    const uint8_t* block = load(pipe, *v.memory, base, 32, what);
+    for (uint64_t at = 0; at < whole; at += 32) memcpy(into + at, block, 32);
+    return;
+  }
   for (int lane = 0, block = 0; lane < 128 && block < 8; lane += per_block, ++block) {
     const uint32_t bytes = active_bytes(walk, lane, per_block, size);
     if (bytes == 0) continue;
@@ -109,7 +125,11 @@ void gather_repeat(Pipe& pipe, const View& v, Type type, const Walk& walk, int o
 
 void scatter_repeat(Pipe& pipe, const View& v, Type type, const Walk& walk, int repeat, const uint8_t* from) {
   const int size = kTypeBytes[type], per_block = 32 / size;
-  const uint64_t base = v.offset + (uint64_t)repeat * walk.repeat_stride[0] * 32;
+  const uint64_t base = v.offset + (uint64_t)repeat * walk.repeat_stride[0] * 32, whole = whole_bytes(walk, size);
+  if (whole > 0 && walk.block_stride[0] == 1) {
+    memcpy(store(pipe, *v.memory, base, whole, "the destination"), from, whole);
+    return;
+  }
   for (int lane = 0, block = 0; lane < 128 && block < 8; lane += per_block, ++block) {
     const uint32_t bytes = active_bytes(walk, lane, per_block, size);
     if (bytes == 0) continue;

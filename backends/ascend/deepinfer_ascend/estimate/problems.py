@@ -59,9 +59,9 @@ def _grouped(name: str, tokens: int, experts: int, cores: int, n: int = 2 * V41.
 
 
 NAMED = (
-    _attention("decode", 4, 4, prefill=False),
-    _attention("decode-window", 4, 4, prefill=False, k=0),
-    _attention("prefill", 8, 4, prefill=True),
+    _attention("decode", 8, 2, prefill=False),
+    _attention("decode-window", 8, 2, prefill=False, k=0),
+    _attention("prefill", 16, 2, prefill=True),
     _grouped("4-tokens", 4, 4, 4),
     _grouped("4-tokens-cut", 4, 4, 4, n=1024),
     _grouped("256-tokens", 256, 1, 4),
