@@ -239,6 +239,20 @@ void reg_store(void* address, const Register& s, Store how, int unit, const Mask
   done(pipe, op_StoreAlign, where, (uint32_t)(256 / unit * keep), 256 / (uint64_t)unit);
 }
 
+void reg_store_blocks(void* address, const Register& s, uint32_t stride, int unit, const Mask& mask, Where where) {
+  Pipe& pipe = start(op_StoreAlign, where);
+  const ByteMask active = spread(mask, unit);
+  bool good = true;
+  for (int i = 0; i < 4; ++i) good = good && (s.valid[i] & active.bits[i]) == active.bits[i];
+  if (!good) complain_unwritten(pipe);
+  for (int block = 0; block < 8; ++block) {
+    const uint64_t wanted[1] = {active.bits[block / 2] >> (block % 2 * 32) & 0xffffffffu};
+    if (wanted[0] == 0) continue;
+    put_bytes(pipe, static_cast<uint8_t*>(address) + (size_t)block * stride * 32, s.bytes + block * 32, wanted, 32, 32);
+  }
+  done(pipe, op_StoreAlign, where, 256, 256 / (uint64_t)unit);
+}
+
 void reg_store_pairs(void* address, const Register& s0, const Register& s1, int unit, Where where) {
   Pipe& pipe = start(op_StoreAlign, where);
   uint8_t data[512];

@@ -41,6 +41,7 @@ void reg_load(Register& d, const void* address, Load how, int unit, Where where)
 void reg_load_pairs(Register& d0, Register& d1, const void* address, int unit, Where where);
 void reg_load_unaligned(Register& d, StreamIn& in, const void* address, uint64_t step, Where where);
 void reg_store(void* address, const Register& s, Store how, int unit, const Mask& mask, Where where);
+void reg_store_blocks(void* address, const Register& s, uint32_t stride, int unit, const Mask& mask, Where where);
 void reg_store_pairs(void* address, const Register& s0, const Register& s1, int unit, Where where);
 void reg_store_stream(StreamOut& out, void* address, const Register& s, int bytes, Where where);
 void reg_end_stream(StreamOut& out, const void* address, Where where);
@@ -85,6 +86,7 @@ namespace Reg {
 
 struct DefaultType {};
 enum class PostLiteral { POST_MODE_NORMAL = 0, POST_MODE_UPDATE };
+enum class DataCopyMode { DATA_BLOCK_COPY };
 enum class MaskMergeMode { UNKNOWN = 0, ZEROING, MERGING };
 enum class RegLayout { UNKNOWN = -1, ZERO = 0, ONE, TWO, THREE };
 enum class IndexOrder { INCREASE_ORDER, DECREASE_ORDER };
@@ -292,6 +294,17 @@ inline void StoreAlign(P* dst, const RegTensor<U>& src, AddrReg offset, const Ma
 template <class T, StoreDist dist, class U, class P>
 inline void StoreAlign(P* dst, const RegTensor<U>& src0, const RegTensor<U>& src1, const MaskReg&, TWIN_HERE) {
   twin::reg_store_pairs(dst, src0, src1, detail::store_unit(dist, sizeof(U)), where);
+}
+// Blocks of 32 bytes, `stride` blocks from one start to the next; a block without an active element is left out.
+template <class T, DataCopyMode mode, class U, class P>
+inline void StoreAlign(P* dst, const RegTensor<U>& src, uint32_t stride, const MaskReg& mask, TWIN_HERE) {
+  twin::reg_store_blocks(dst, src, stride, sizeof(U), mask, where);
+}
+template <class T, DataCopyMode mode, PostLiteral post, class U, class P> inline void StoreAlign(
+    P*& dst, const RegTensor<U>& src, uint32_t stride, uint32_t repeatStride, const MaskReg& mask, TWIN_HERE) {
+  P* moved = reinterpret_cast<P*>(reinterpret_cast<uint8_t*>(dst) + (size_t)repeatStride * 32);
+  twin::reg_store_blocks(post == PostLiteral::POST_MODE_NORMAL ? moved : dst, src, stride, sizeof(U), mask, where);
+  if constexpr (post == PostLiteral::POST_MODE_UPDATE) dst = moved;
 }
 template <class T = DefaultType, PostLiteral post = PostLiteral::POST_MODE_UPDATE, class U, class P>
 inline void StoreUnAlign(P*& dst, const RegTensor<U>& src, UnalignRegForStore& ureg, uint32_t elements, TWIN_HERE) {
