@@ -85,6 +85,20 @@ def test_stores(which, count):
     assert (y[len(wanted) :] == 0x5A).all()
 
 
+@pytest.mark.parametrize("count", [1, 20, 64])
+@pytest.mark.parametrize(("which", "unit"), [(26, 4), (27, 2)])
+def test_stores_of_blocks_that_lie_apart(which, unit, count):
+    x = ramp(unit, 256 // unit)
+    image = np.full(256, 0x5A, np.uint8)
+    image[: count * unit] = x[:count].view(np.uint8)
+    y = run(which, x, count=count).reshape(-1, 32)
+    assert np.array_equal(y[0:16:2], image.reshape(8, 32))
+    assert (y[1:16:2] == 0x5A).all()
+    assert np.array_equal(y[16:32:2], image.reshape(8, 32))
+    assert np.array_equal(y[17:33:2], image.reshape(8, 32))
+    assert (y[33:] == 0x5A).all()
+
+
 @pytest.mark.parametrize(("which", "unit"), [(30, 1), (31, 2), (32, 4)])
 def test_pairs(which, unit):
     n = 256 // unit

@@ -74,6 +74,8 @@ Loaded fetch(Pipe& pipe, const void* address, uint64_t bytes, int alignment) {
   return got;
 }
 bool valid_at(const Loaded& l, int from, int n) {
+  for (; n >= 64 && from % 64 == 0; from += 64, n -= 64)
+    if (l.valid[from / 64] != ~0ull) return false;
   for (int i = from; i < from + n; ++i)
     if (!(l.valid[i / 64] >> (i % 64) & 1)) return false;
   return true;
@@ -100,51 +102,39 @@ void reg_load(Register& d, const void* address, Load how, int unit, Where where)
     memcpy(d.valid, l.valid, sizeof d.valid);
     return done(pipe, op_LoadAlign, where, 256, (uint64_t)lanes_of_unit);
   }
-  const uint8_t zero[8] = {};
-  Register out;
-  switch (how) {
-    case Load::NORM: break;
-    case Load::BRC: {
-      const Loaded l = fetch(pipe, address, (uint64_t)unit, unit);
-      for (int i = 0; i < 256; i += unit) set_item(out, i, unit, l.data, valid_at(l, 0, unit));
-      break;
+  // Lane i takes item i / repeat * step of what is read; UNPACK's lanes between are zero.
+  const int bytes = how == Load::BRC       ? unit
+                    : how == Load::US      ? 128
+                    : how == Load::DS      ? 512
+                    : how == Load::UNPACK  ? 128
+                    : how == Load::UNPACK4 ? 64
+                    : how == Load::BLK     ? 32
+                                           : 8 * unit;
+  const Loaded l = fetch(pipe, address, (uint64_t)bytes, how == Load::BRC ? unit : how == Load::E2B ? 8 * unit : 32);
+  const auto source = [&](int i) {
+    switch (how) {
+      case Load::BRC: return 0;
+      case Load::US: return i / 2;
+      case Load::DS: return i * 2;
+      case Load::UNPACK: return i % 2 ? -1 : i / 2;
+      case Load::UNPACK4: return i % 4 ? -1 : i / 4;
+      case Load::BLK: return i * unit % 32 / unit;
+      default: return i * unit / 32;
     }
-    case Load::US: {
-      const Loaded l = fetch(pipe, address, 128, 32);
-      for (int i = 0; i < lanes_of_unit; ++i)
-        set_item(out, i * unit, unit, l.data + i / 2 * unit, valid_at(l, i / 2 * unit, unit));
-      break;
-    }
-    case Load::DS: {
-      const Loaded l = fetch(pipe, address, 512, 32);
-      for (int i = 0; i < lanes_of_unit; ++i)
-        set_item(out, i * unit, unit, l.data + i * 2 * unit, valid_at(l, i * 2 * unit, unit));
-      break;
-    }
-    case Load::UNPACK:
-    case Load::UNPACK4: {
-      const int spread = how == Load::UNPACK ? 2 : 4;
-      const Loaded l = fetch(pipe, address, (uint64_t)(256 / spread), 32);
-      for (int i = 0; i < lanes_of_unit; ++i) {
-        const bool value = i % spread == 0;
-        set_item(out, i * unit, unit, value ? l.data + i / spread * unit : zero,
-                 !value || valid_at(l, i / spread * unit, unit));
-      }
-      break;
-    }
-    case Load::BLK: {
-      const Loaded l = fetch(pipe, address, 32, 32);
-      for (int i = 0; i < 256; i += 32) set_item(out, i, 32, l.data, valid_at(l, 0, 32));
-      break;
-    }
-    case Load::E2B: {
-      const Loaded l = fetch(pipe, address, 8 * (uint64_t)unit, 8 * unit);
-      for (int i = 0; i < 256; i += unit)
-        set_item(out, i, unit, l.data + i / 32 * unit, valid_at(l, i / 32 * unit, unit));
-      break;
-    }
-  }
-  d = out;
+  };
+  memset(d.bytes, 0, 256);
+  memset(d.valid, 0xff, sizeof d.valid);
+  const auto move = [&](auto item) {
+    for (int i = 0; i < lanes_of_unit; ++i)
+      if (const int from = source(i); from >= 0) memcpy(d.bytes + i * (int)sizeof item, l.data + from * (int)sizeof item, sizeof item);
+  };
+  if (unit == 1) move(uint8_t());
+  else if (unit == 2) move(uint16_t());
+  else if (unit == 4) move(uint32_t());
+  else move(uint64_t());
+  if (!valid_at(l, 0, bytes))
+    for (int i = 0; i < lanes_of_unit; ++i)
+      if (const int from = source(i); from >= 0) set_item(d, i * unit, unit, l.data + from * unit, valid_at(l, from * unit, unit));
   done(pipe, op_LoadAlign, where, 256, (uint64_t)lanes_of_unit);
 }
 

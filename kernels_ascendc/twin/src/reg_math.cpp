@@ -289,25 +289,45 @@ void reg_reduce(bool by_block, ReduceType how, Type type, Register& d, const Reg
   if (!good) memset(d.valid, 0, sizeof d.valid);
 }
 
+namespace {
+
+bool all_valid(const Register& r) { return (r.valid[0] & r.valid[1] & r.valid[2] & r.valid[3]) == ~0ull; }
+
+template <class T> void interleave(bool back, uint8_t* out, const uint8_t* in) {
+  constexpr int n = 256 / sizeof(T);
+  T from[2 * n], to[2 * n];
+  memcpy(from, in, 512);
+  if (back)
+    for (int i = 0; i < n; ++i) to[i] = from[2 * i], to[n + i] = from[2 * i + 1];
+  else
+    for (int i = 0; i < n; ++i) to[2 * i] = from[i], to[2 * i + 1] = from[n + i];
+  memcpy(out, to, 512);
+}
+void interleave(bool back, int unit, uint8_t* out, const uint8_t* in) {
+  if (unit == 1) interleave<uint8_t>(back, out, in);
+  else if (unit == 2) interleave<uint16_t>(back, out, in);
+  else interleave<uint32_t>(back, out, in);
+}
+
+}  // namespace
+
 void reg_interleave(bool back, int unit, Register& d0, Register& d1, const Register& a, const Register& b,
                     Where where) {
   trace(op_RegInterleave, where, unit == 1 ? U8 : unit == 2 ? U16 : U32);
-  uint8_t in[512], in_valid[512], out[512], out_valid[512];
-  const auto bit = [](const Register& r, int i) { return (uint8_t)(r.valid[i / 64] >> (i % 64) & 1); };
-  for (int i = 0; i < 256; ++i)
-    in[i] = a.bytes[i], in[256 + i] = b.bytes[i], in_valid[i] = bit(a, i), in_valid[256 + i] = bit(b, i);
-  const int n = 256 / unit;
-  for (int i = 0; i < 2 * n; ++i) {
-    const int apart = i % 2 * n + i / 2, from = back ? i : apart, to = back ? apart : i;
-    memcpy(out + to * unit, in + from * unit, (size_t)unit);
-    memcpy(out_valid + to * unit, in_valid + from * unit, (size_t)unit);
+  uint8_t in[512], out[512];
+  memcpy(in, a.bytes, 256), memcpy(in + 256, b.bytes, 256);
+  interleave(back, unit, out, in);
+  uint64_t valid[8];
+  memset(valid, 0xff, sizeof valid);
+  if (!all_valid(a) || !all_valid(b)) {
+    uint8_t bits[512];
+    for (int i = 0; i < 512; ++i) bits[i] = (i < 256 ? a : b).valid[i % 256 / 64] >> (i % 64) & 1;
+    interleave(back, unit, bits, bits);
+    memset(valid, 0, sizeof valid);
+    for (int i = 0; i < 512; ++i) valid[i / 64] |= (uint64_t)bits[i] << (i % 64);
   }
-  for (int r = 0; r < 2; ++r) {
-    Register& d = r == 0 ? d0 : d1;
-    memcpy(d.bytes, out + r * 256, 256);
-    for (int i = 0; i < 4; ++i) d.valid[i] = 0;
-    for (int i = 0; i < 256; ++i) d.valid[i / 64] |= (uint64_t)out_valid[r * 256 + i] << (i % 64);
-  }
+  memcpy(d0.bytes, out, 256), memcpy(d1.bytes, out + 256, 256);
+  memcpy(d0.valid, valid, 32), memcpy(d1.valid, valid + 4, 32);
 }
 
 void reg_squeeze(int unit, Register& d, const Register& a, const Mask& mask, Where where) {
@@ -326,6 +346,22 @@ void reg_squeeze(int unit, Register& d, const Register& a, const Mask& mask, Whe
   d = out;
 }
 
+namespace {
+
+template <class T> void move_items(uint8_t* to, int to_step, const uint8_t* from, int from_step, int n) {
+  for (int i = 0; i < n; ++i) memcpy(to + i * to_step, from + i * from_step, sizeof(T));
+}
+// n items of `size` bytes, a step apart on both sides.
+void move_items(uint8_t* to, int to_step, const uint8_t* from, int from_step, int size, int n) {
+  if (to_step == size && from_step == size) memcpy(to, from, (size_t)(size * n));
+  else if (size == 1) move_items<uint8_t>(to, to_step, from, from_step, n);
+  else if (size == 2) move_items<uint16_t>(to, to_step, from, from_step, n);
+  else if (size == 4) move_items<uint32_t>(to, to_step, from, from_step, n);
+  else move_items<uint64_t>(to, to_step, from, from_step, n);
+}
+
+}  // namespace
+
 // The wider type has 256 bytes of elements; the narrower one sits in every second or fourth place, `layout` says which.
 void reg_cast(Type to, Register& d, Type from, const Register& a, int layout, bool saturate, AscendC::RoundMode mode,
               const Mask& mask, Where where) {
@@ -341,32 +377,35 @@ void reg_cast(Type to, Register& d, Type from, const Register& a, int layout, bo
     give_up("RegCast at %s:%d: %s to %s takes a layout below %d, got %d", where.file, where.line, kTypeNames[from],
             kTypeNames[to], ratio, layout);
   const ByteMask active = spread(mask, wide);
-  alignas(64) uint8_t out[256] = {};
+  const bool full = is_full(active);
+  alignas(64) uint8_t out[256] = {}, in[256], made[256];
   Register result;
   memset(result.valid, 0xff, sizeof result.valid);
   const int items = 256 / wide, narrow = pairs ? 1 : wide / ratio;
   const int from_step = from_size * (pairs ? (from == E2M1X2 ? 1 : 2) : 1),
             to_step = to_size * (pairs ? (to == E2M1X2 ? 1 : 2) : 1);
-  for (int i = 0; i < items; ++i) {
-    if (!(active.bits[i * wide / 64] >> (i * wide % 64) & 1)) continue;
+  move_items(in, from_step, a.bytes + (from_step == wide ? 0 : layout * narrow), wide, from_step, items);
+  lanes().cast(made, to, in, from, mode, (size_t)(pairs ? items * 2 : items));
+  move_items(out + (to_step == wide ? 0 : layout * narrow), wide, made, to_step, to_step, items);
+  const bool edges = !pairs && (from == F32 || from == F16 || from == BF16) && (to == F16 || to == E4M3 || to == E5M2);
+  for (int i = 0; i < items && (!full || edges || !all_valid(a)); ++i) {
+    if (!(active.bits[i * wide / 64] >> (i * wide % 64) & 1)) {
+      memset(out + i * wide, 0, (size_t)wide);
+      continue;
+    }
     const int read_at = from_step == wide ? i * wide : i * wide + layout * narrow,
               write_at = to_step == wide ? i * wide : i * wide + layout * narrow;
-    lanes().cast(out + write_at, to, a.bytes + read_at, from, mode, pairs ? 2 : 1);
-    if (!pairs && to != F32 && (from == F32 || from == F16 || from == BF16) &&
-        (to == F16 || to == BF16 || to == E4M3 || to == E5M2)) {
+    if (edges) {
       float x;
       if (from == F32) memcpy(&x, a.bytes + read_at, 4);
       else lanes().cast(&x, F32, a.bytes + read_at, from, RoundMode::CAST_NONE, 1);
-      const float largest = to == F16    ? 65504.0f
-                            : to == E4M3 ? 448.0f
-                            : to == E5M2 ? 57344.0f
-                                         : std::numeric_limits<float>::max();
-      if (x != x && saturate && to != BF16) memset(out + write_at, 0, (size_t)to_size);
+      const float largest = to == F16 ? 65504.0f : to == E4M3 ? 448.0f : 57344.0f;
+      if (x != x && saturate) memset(out + write_at, 0, (size_t)to_size);
       if (!saturate && (x > largest || x < -largest)) {
         const bool negative = x < 0;
         if (to == F16) out[write_at] = 0, out[write_at + 1] = negative ? 0xfc : 0x7c;
         else if (to == E4M3) out[write_at] = negative ? 0xff : 0x7f;
-        else if (to == E5M2) out[write_at] = negative ? 0xfc : 0x7c;
+        else out[write_at] = negative ? 0xfc : 0x7c;
       }
     }
     for (int k = 0; k < from_step; ++k)
