@@ -6,6 +6,7 @@ so that what is compared is the communication.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepinfer_hal.conformance.rank_jobs import I32, TOKENS, call, digest, same,
 from deepinfer_hal.conformance.rank_process import Rank
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.errors import Unsupported
+from deepinfer_hal.expert_parallel import moe_layer_over_ranks
 from deepinfer_hal.ops import _common as c
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle, prepare_canonical
 
@@ -72,42 +74,19 @@ def _on_one_rank(rank: Rank, parts: Any, x: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _over_ranks(rank: Rank, parts: Any, comm: Communicator, x: torch.Tensor, most_tokens: int) -> torch.Tensor:
-    """The layer for this rank's tokens, its experts also for those of others: the parts of moe_layer between two exchanges."""
-    experts, n = EXPERTS // comm.world_size, x.shape[0]
+    """The layer for this rank's tokens, its experts also for those of others; the two exchanges are checked calls."""
+    experts = EXPERTS // comm.world_size
     w = _weights(rank, comm.rank * experts, (comm.rank + 1) * experts)
-    codes, scales = c.quantised(x)
+    out, counts = torch.empty_like(x), torch.empty(EXPERTS, dtype=I32, device=x.device)
 
-    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
+    def checked(op: str) -> Callable[..., Any]:
+        return lambda *values: call(rank, op, **get_card(op).bind_args(values, {}))
 
-    u8, f32 = torch.uint8, torch.float32
-    logits, counts = new(n, EXPERTS, dtype=f32), new(EXPERTS, dtype=I32)
-    ids, weights = new(n, CHOICES, dtype=I32), new(n, CHOICES, dtype=f32)
-    parts.linear(x, None, w["gate"], None, logits, None)
-    parts.route_topk(logits, w["bias"], CHOICES, 1.5, None, None, ids, weights, counts)
-
-    room = comm.world_size * most_tokens * CHOICES
-    rows, row_scales, row_weights = new(room, HIDDEN, dtype=u8), new(room, HIDDEN // 32, dtype=u8), new(room, dtype=f32)
-    offsets, source, inverse = new(experts + 1, dtype=I32), new(room, 2, dtype=I32), new(n, CHOICES, 2, dtype=I32)
-    call(
-        rank, "ep_dispatch", comm=comm, x=codes, x_scale=scales, ids=ids, weights=weights, experts=experts, out=rows,
-        out_scale=row_scales, out_weights=row_weights, offsets=offsets, source=source, inverse=inverse,
+    both = SimpleNamespace(**vars(parts), ep_dispatch=checked("ep_dispatch"), ep_combine=checked("ep_combine"))
+    moe_layer_over_ranks(
+        comm, both, most_tokens, x, *c.quantised(x), w["gate"], w["bias"], w["gate_up"], w["down"], w["shared_gate_up"],
+        w["shared_down"], CHOICES, 1.5, LIMIT, out, counts,
     )  # fmt: skip
-    mid, active, active_scales = new(room, 2 * WIDTH), new(room, WIDTH, dtype=u8), new(room, WIDTH // 32, dtype=u8)
-    received, in_order = offsets[experts:], torch.arange(room, dtype=I32, device=x.device)
-    parts.grouped_gemm(rows, row_scales, w["gate_up"], offsets, mid, None)
-    parts.swiglu_quantise(mid, row_weights, in_order, LIMIT, received, active, active_scales)
-    expert_out = new(room, HIDDEN)
-    parts.grouped_gemm(active, active_scales, w["down"], offsets, expert_out, None)
-
-    mid, active, active_scales = new(n, 2 * WIDTH), new(n, WIDTH, dtype=u8), new(n, WIDTH // 32, dtype=u8)
-    shared, out = new(n, HIDDEN), new(n, HIDDEN)
-    parts.linear(codes, scales, w["shared_gate_up"], None, mid, None)
-    parts.swiglu_quantise(mid, None, None, LIMIT, None, active, active_scales)
-    parts.linear(active, active_scales, w["shared_down"], None, shared, None)
-    call(
-        rank, "ep_combine", comm=comm, rows=expert_out, received=received, source=source, inverse=inverse, shared=shared, out=out
-    )
     return out
 
 
