@@ -40,7 +40,7 @@ def environment(name: str, packages: list[str], *, with_dependencies: bool = Fal
     folder = cache_folder() / "venvs" / f"{name}-{key}"
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+    with open(folder.parent / f"{folder.name}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / _READY).exists():
             _make(name, folder, shared, packages, with_dependencies)

@@ -38,11 +38,11 @@ __global__ __vector__ void copy_kernel(Args a) {
   Copier<float> copier;
   copier.Run(a);
 }
-int HostOnly(int items) { return items; }
+int Blocks(int items) { return items; }
 }  // namespace
 DI_EXPORT int di_copy(const di_tensor* t, int n, const di_params* p, void* stream, void*, size_t, di_error* e) {
   Args args{(float*)t[0].data, (float*)t[1].data, 64};
-  DI_LAUNCH(copy_kernel, HostOnly(1), stream, args);
+  DI_LAUNCH(copy_kernel, Blocks(1), stream, args);
   return di_finish(stream, e);
 }
 """
@@ -58,7 +58,7 @@ __global__ __vector__ void square_kernel(__gm__ float* x) {
 """
 MUTANTS = [
     ("host-call", "return 0.5f * x;", "return sqrtf(x);"),
-    ("host-call", "return 0.5f * x;", "return HostOnly(1) * x;"),
+    ("host-call", "return 0.5f * x;", "return Blocks(1) * x;"),
     ("host-call", "LoadRow(tile, x, a.items);", 'printf("%d", a.items);'),
     ("host-call", "Muls(tile, tile, 2.0f, a.items);", "Sinh<float>(tile, tile, a.items);"),
     ("std", "return 0.5f * x;", "return std::max(0.5f, x);"),
@@ -77,8 +77,8 @@ MUTANTS = [
     ("double", "return 0.5f * x;", "return x * 1e-3;"),
     ("double", "return 0.5f * x;", "double wide = x; return wide;"),
     ("mixed-memory", "LocalTensor<T> tile = buffer_.Get<T>();", "LocalTensor<T> tile(TPosition::VECCALC, 0, 64);"),
-    ("launch", "DI_LAUNCH(copy_kernel, HostOnly(1), stream, args);", "copy_kernel<<<1, nullptr, stream>>>(args);"),
-    ("launch", "DI_LAUNCH(copy_kernel, HostOnly(1), stream, args);", "copy_kernel(args);"),
+    ("launch", "DI_LAUNCH(copy_kernel, Blocks(1), stream, args);", "copy_kernel<<<1, nullptr, stream>>>(args);"),
+    ("launch", "DI_LAUNCH(copy_kernel, Blocks(1), stream, args);", "copy_kernel(args);"),
     ("launch", "copier.Run(a);", "copier.Run(a); copy_kernel(a);"),
 ]
 

@@ -77,7 +77,8 @@ class Known:
     """What a source can name: its own definitions, and those of the headers."""
 
     api: frozenset[str]
-    device: frozenset[str]
+    free: frozenset[str]
+    methods: frozenset[str]
     kernels: frozenset[str]
     classes: frozenset[str]
     macros: frozenset[str]
@@ -89,7 +90,8 @@ class Known:
         functions = [function for source in sources for function in source.functions]
         return Known(
             frozenset({entry.name for entry in entries} | {member for entry in entries for member in entry.members}),
-            frozenset(function.name for function in functions if function.is_device),
+            frozenset(function.name for function in functions if function.is_device and not function.owner),
+            frozenset(function.name for function in functions if function.is_device and function.owner),
             frozenset(function.name for function in functions if function.is_kernel),
             frozenset(name for source in sources for name in source.classes),
             frozenset(macro.name for source in sources for macro in source.macros if not macro.is_host),
@@ -111,17 +113,22 @@ def _words(name: str, tokens: tuple[Token, ...]) -> Iterator[Finding]:
             yield Finding(name, token.line, "static-data", f"`{token.text}` data in device code; make it constexpr or pass it in")
 
 
-def _calls(name: str, tokens: tuple[Token, ...], known: Known, own: set[str]) -> Iterator[Finding]:
+def _calls(source: Source, function: Function, known: Known) -> Iterator[Finding]:
     """Calls of what is not known to run on the device. A name after a type is a declaration, not a call."""
-    allowed = known.api | known.device | known.classes | known.macros | _LANGUAGE | _TYPES | own
+    tokens, name = function.body, source.path.name
+    own = {one.name for one in source.functions if one.is_device and one.owner and one.owner == function.owner}
+    plain = known.api | known.free | known.classes | known.macros | _LANGUAGE | _TYPES | own | _declared(source, function)
     for index in range(len(tokens) - 1):
         token, before = tokens[index], tokens[index - 1].text if index else ""
-        if not re.match(r"[A-Za-z_]", token.text) or not _is_called(tokens, index):
+        if before == "template":
+            before = tokens[index - 2].text
+        if not re.match(r"[A-Za-z_]", token.text) or not _is_called(tokens, index) or before == "::":
             continue
-        declares = re.match(r"[\w>&*]", before) and before not in _LANGUAGE | {"else", "do", "case", "template"}
-        if token.text in known.kernels and before not in (".", "->"):
+        through = before in (".", "->")
+        declares = re.match(r"[\w>&*]", before) and before not in _LANGUAGE | {"else", "do", "case", "->"}
+        if token.text in known.kernels and not through:
             yield Finding(name, token.line, "launch", f"device code calls the kernel {token.text}")
-        elif token.text not in allowed and not declares and before not in ("::",):
+        elif token.text not in (plain | known.methods if through else plain) and not declares:
             yield Finding(name, token.line, "host-call", f"{token.text} is no device function and not in the manifest")
 
 
@@ -263,8 +270,7 @@ def lint(sources: list[Source]) -> list[Finding]:
         found += [Finding(name, token.line, "virtual", "`virtual` in a kernel source") for token in virtual]
         for function in source.functions:
             if function.is_device:
-                own = _declared(source, function)
-                found += [*_words(name, function.body), *_calls(name, function.body, known, own)]
+                found += [*_words(name, function.body), *_calls(source, function, known)]
         for macro in source.macros:
             if not macro.is_host:
                 found += [*_words(name, macro.body)]
