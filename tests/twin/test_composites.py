@@ -1,0 +1,48 @@
+"""Composites of one AscendC kernel on the twin: the bits of their parts, run one after the other by the twin's own kernels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "backends/ascend"))
+
+from deepinfer_ascend import twin  # noqa: E402
+from deepinfer_ascend.backend import TWIN_INDEX, AscendBackend  # noqa: E402
+from deepinfer_hal.card import get_card  # noqa: E402
+
+pytestmark = pytest.mark.skipif(twin.module() is None, reason=str(twin.unavailable_reason()))
+
+FUSED = ("write_kv", "store_draft_kv")
+
+
+def cases():
+    return [pytest.param(op, case, id=case.id) for op in FUSED for case in get_card(op).enumerate_cases()]
+
+
+def results(op: str, case, call) -> dict[str, torch.Tensor]:
+    """What `call` leaves in every output of a case, as bytes."""
+    card = get_card(op)
+    args = card.generate(case, 11, "cpu", lambda role, stored: AscendBackend().prepare_weight(TWIN_INDEX, role, stored))
+    call(args)
+    outputs = [arg.name for arg in card.signature if arg.kind in ("out", "inout") and args[arg.name] is not None]
+    return {name: args[name].contiguous().view(torch.uint8) for name in outputs}
+
+
+@pytest.mark.parametrize(("op", "case"), cases())
+def test_a_fused_kernel_gives_the_bits_of_its_parts(op, case):
+    card = get_card(op)
+    parts = SimpleNamespace(**{part: twin.bind(get_card(part)) for part in card.decomposition})
+    if op == "store_draft_kv":  # from the parts of its part
+        inner = get_card("write_kv")
+        unfused = SimpleNamespace(**{part: twin.bind(get_card(part)) for part in inner.decomposition})
+        parts = SimpleNamespace(write_kv=lambda *args: inner.reference(*args, parts=unfused))
+    fused = results(op, case, lambda args: twin.bind(card)(**args))
+    apart = results(op, case, lambda args: card.reference(**args, parts=parts))
+    assert fused.keys() == apart.keys() and fused
+    for name, found in fused.items():
+        assert torch.equal(found, apart[name]), name
