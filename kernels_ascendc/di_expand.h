@@ -33,8 +33,9 @@ __simd_vf__ inline void ExpandPairs(__ubuf__ uint16_t* to, __ubuf__ uint16_t* fr
   }
 }
 
-// UB, in bytes.
-constexpr uint32_t kUbRaw = 0, kUbRawBytes = 16 * 1024, kUbFp8 = 2 * kUbRawBytes, kUbFp8Bytes = 32 * 1024;
+// UB, in bytes. Copies from HBM take long: as many as there are buffers of raw codes are under way.
+constexpr int32_t kRawBuffers = 4;
+constexpr uint32_t kUbRaw = 0, kUbRawBytes = 16 * 1024, kUbFp8 = kRawBuffers * kUbRawBytes, kUbFp8Bytes = 32 * 1024;
 constexpr uint32_t kUbWide = kUbFp8 + 2 * kUbFp8Bytes, kUbNarrow = kUbWide + 64 * 1024, kUbSpread = kUbNarrow + 32 * 1024;
 constexpr uint32_t kUbSmall = kUbSpread + 16 * 1024, kUbScales = kUbSmall + 3 * 2048;
 static_assert(kUbScales + 512 <= 248 * 1024, "UB has 248 KiB");
@@ -71,7 +72,7 @@ __aicore__ inline Share ShareOf(const TileCursor& t) {
   return {half, half * (int32_t)AscendC::GetSubBlockIdx()};
 }
 
-// FP4 to e4m3, ping-pong in UB.
+// FP4 to e4m3: chunks in kRawBuffers buffers, results in two.
 class Fp4Expander {
  public:
   __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
@@ -79,42 +80,44 @@ class Fp4Expander {
     p_ = product;
     TileCursor ahead(p_, core, cores, kChunkBytes);
     TileCursor at(p_, core, cores, kChunkBytes);
-    for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::V_MTE2>(i), SetFlag<HardEvent::MTE3_V>(i);
-    if (ahead.More()) Load(ahead), ahead.Next();
+    for (int32_t i = 0; i < kRawBuffers; ++i) SetFlag<HardEvent::V_MTE2>(i);
+    for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::MTE3_V>(i);
+    for (int32_t i = 0; i < kRawBuffers - 1 && ahead.More(); ++i, ahead.Next()) Load(ahead);
     for (; at.More(); at.Next()) {
       if (ahead.More()) Load(ahead), ahead.Next();
       Expand(at);
     }
     stages_.Finish();
-    for (int32_t i = 0; i < 2; ++i) WaitFlag<HardEvent::V_MTE2>(i), WaitFlag<HardEvent::MTE3_V>(i);
+    for (int32_t i = 0; i < kRawBuffers; ++i) WaitFlag<HardEvent::V_MTE2>(i);
+    for (int32_t i = 0; i < 2; ++i) WaitFlag<HardEvent::MTE3_V>(i);
     PipeBarrier<PIPE_ALL>();
   }
 
  private:
   __aicore__ void Load(const TileCursor& t) {
     using namespace AscendC;
-    const int32_t half = loaded_++ % 2;
+    const int32_t buffer = loaded_++ % kRawBuffers;
     const Share s = ShareOf(t);
     const uint32_t columns = AlignUp(t.columns, 16), all = AlignUp(p_.n, 16);
     const int64_t line = t.first / 32 + s.line;
-    WaitFlag<HardEvent::V_MTE2>(half);
-    DataCopy(Ub<uint8_t>(kUbRaw + half * kUbRawBytes, kUbRawBytes),
+    WaitFlag<HardEvent::V_MTE2>(buffer);
+    DataCopy(Ub<uint8_t>(kUbRaw + buffer * kUbRawBytes, kUbRawBytes),
              Global<uint8_t>(p_.w + t.group * p_.w_group + (line * all + t.column) * 16),
              DataCopyParams(s.lines, columns / 2, (all - columns) / 2, 0));
-    SetFlag<HardEvent::MTE2_V>(half);
+    SetFlag<HardEvent::MTE2_V>(buffer);
   }
   __aicore__ void Expand(const TileCursor& t) {
     using namespace AscendC;
-    const int32_t half = expanded_++ % 2;
+    const int32_t buffer = expanded_ % kRawBuffers, half = expanded_++ % 2;
     const Share s = ShareOf(t);
     const uint32_t columns = AlignUp(t.columns, 16);
-    const LocalTensor<uint16_t> from = Ub<uint16_t>(kUbRaw + half * kUbRawBytes, kUbRawBytes);
+    const LocalTensor<uint16_t> from = Ub<uint16_t>(kUbRaw + buffer * kUbRawBytes, kUbRawBytes);
     const LocalTensor<uint16_t> to = Ub<uint16_t>(kUbFp8 + half * kUbFp8Bytes, kUbFp8Bytes);
-    WaitFlag<HardEvent::MTE2_V>(half);
+    WaitFlag<HardEvent::MTE2_V>(buffer);
     WaitFlag<HardEvent::MTE3_V>(half);
     asc_vf_call<ExpandPairs>((__ubuf__ uint16_t*)to.GetPhyAddr(), (__ubuf__ uint16_t*)from.GetPhyAddr(),
                              (uint16_t)(s.lines * columns / 16));
-    SetFlag<HardEvent::V_MTE2>(half);
+    SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(half);
     WaitFlag<HardEvent::V_MTE3>(half);
     stages_.Begin();
