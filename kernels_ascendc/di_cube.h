@@ -12,11 +12,11 @@ namespace {
 constexpr int32_t kTileRows = 256, kTileColumns = 256;  // the largest tile
 constexpr int32_t kPanelColumns = 128;                  // a panel of it: half of L0C
 constexpr int32_t kStages = 3;                          // chunks in L1
-constexpr int32_t kChunkBytes = 256, kStepBytes = 128;  // of K: a chunk in L1, and what one Mmad takes
-constexpr int32_t kScaleChunks = 8;                     // chunks whose scales come in one copy
+constexpr int32_t kChunkBytes = 256, kStepBytes = 128;  // of K: the least chunk in L1, and what one Mmad takes
+constexpr int32_t kScaleItems = 2048;                   // of K whose scales come in one copy, and the longest chunk
 
 // L1, in bytes: the stages of x, those of the weights, and the scales of both.
-constexpr uint32_t kStageBytes = 256 * kChunkBytes, kScaleBytes = 256 * kChunkBytes / 32 * kScaleChunks;
+constexpr uint32_t kStageBytes = 256 * kChunkBytes, kScaleBytes = 256 * kScaleItems / 32;
 constexpr uint32_t kL1Weights = kStages * kStageBytes, kL1Scales = 2 * kL1Weights;
 static_assert(kL1Scales + 2 * kStages * kScaleBytes <= 512 * 1024, "L1 has 512 KiB");
 constexpr uint32_t kL0Bytes = 256 * kStepBytes, kL0cItems = kTileRows * kPanelColumns;
@@ -37,7 +37,7 @@ struct Product {
   int64_t x_scale_stride, w_stride;                  // bytes between rows of scales; items between rows of weights
   int64_t w_group, w_scale_group;                    // bytes between groups
   int32_t groups, first_row, last_row, n, k;         // only rows from first_row up to last_row
-  int32_t columns;                                   // of a tile
+  int32_t columns, chunk_bytes;                      // of a tile: its columns, and how much of K a stage of L1 holds
 };
 
 // The tiles of a core, and the chunks of K of each, in the order in which cube and vector cores walk through them.
@@ -46,8 +46,9 @@ class TileCursor {
   int32_t group = 0, row = 0, rows = 0, column = 0, columns = 0;  // the tile
   int32_t chunk = 0, chunks = 0, first = 0, items = 0;            // of K: item `first` on
 
-  __aicore__ TileCursor(const Product& p, int32_t core, int32_t cores, int32_t chunk_items)
-      : chunks((p.k + chunk_items - 1) / chunk_items), p_(p), left_(core), cores_(cores), chunk_items_(chunk_items) {
+  __aicore__ TileCursor(const Product& p, int32_t core, int32_t cores, int32_t item_bytes)
+      : p_(p), left_(core), cores_(cores), chunk_items_(p.chunk_bytes / item_bytes) {
+    chunks = (p.k + chunk_items_ - 1) / chunk_items_;
     across_ = (p.n + p.columns - 1) / p.columns;
     Settle();
   }
@@ -97,13 +98,13 @@ template <> struct L0Item<fp8_e4m3fn_t, true> {
 template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
  public:
   using L0 = typename L0Item<T, kMx>::Type;
-  static constexpr int32_t kLine = 32 / sizeof(T), kChunk = kChunkBytes / sizeof(T), kStep = kStepBytes / sizeof(T);
+  static constexpr int32_t kLine = 32 / sizeof(T), kStep = kStepBytes / sizeof(T);
 
   __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
     using namespace AscendC;
     p_ = product;
-    TileCursor ahead(p_, core, cores, kChunk);
-    TileCursor at(p_, core, cores, kChunk);
+    TileCursor ahead(p_, core, cores, sizeof(T));
+    TileCursor at(p_, core, cores, sizeof(T));
     for (int32_t i = 0; i < (kMx ? 2 : 1) * kStages; ++i) SetFlag<HardEvent::MTE1_MTE2>(i);
     for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::M_MTE1>(i), SetFlag<HardEvent::FIX_M>(i);
     for (int32_t i = 0; i < kStages - 1 && ahead.More(); ++i, ahead.Next()) Load(ahead);
@@ -133,7 +134,7 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     using namespace AscendC;
     const int32_t stage = loaded_++ % kStages;
     if constexpr (kMx)
-      if (t.chunk % kScaleChunks == 0) LoadScales(t);
+      if (t.first % kScaleItems == 0) LoadScales(t);
     WaitFlag<HardEvent::MTE1_MTE2>(stage);
     const GlobalTensor<T> x = Global<T>((__gm__ T*)p_.x + t.row * p_.x_stride + t.group * p_.x_group + t.first);
     DataCopy(X1(stage), x, Nd2NzParams(1, t.rows, t.items, 0, p_.x_stride, AlignUp(t.rows, 16), 1, 0));
@@ -148,7 +149,7 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     SetFlag<HardEvent::MTE2_MTE1>(stage);
   }
 
-  // Scales of kScaleChunks chunks, in the form [rows / 16][k / 64][16][2].
+  // Scales of kScaleItems items, in the form [rows / 16][k / 64][16][2].
   __aicore__ void LoadScales(const TileCursor& t) {
     using namespace AscendC;
     const int32_t stage = scales_loaded_++ % kStages, pairs = ScalePairs(t);
@@ -164,8 +165,7 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     SetFlag<HardEvent::MTE2_MTE1>(kStages + stage);
   }
   __aicore__ int32_t ScalePairs(const TileCursor& t) {
-    const int32_t from = t.chunk / kScaleChunks * kScaleChunks * kChunk;
-    return Min32(kScaleChunks * kChunk, p_.k - from) / 64;
+    return Min32(kScaleItems, p_.k - t.first / kScaleItems * kScaleItems) / 64;
   }
 
   // The chunk's products, and behind the last chunk the tile's result.
@@ -173,7 +173,7 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     using namespace AscendC;
     const int32_t stage = multiplied_++ % kStages;
     if constexpr (kMx) {
-      if (t.chunk % kScaleChunks == 0) {
+      if (t.first % kScaleItems == 0) {
         scales_ = scales_used_++ % kStages;
         WaitFlag<HardEvent::MTE2_MTE1>(kStages + scales_);
       }
@@ -197,7 +197,7 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
       SetFlag<HardEvent::MTE1_MTE2>(stage);
       if constexpr (kWeights == Weights::kVector) CrossCoreSetFlag<2, PIPE_MTE1>(kFlagFree);
       if constexpr (kMx)
-        if (t.Last() || t.chunk % kScaleChunks == kScaleChunks - 1) SetFlag<HardEvent::MTE1_MTE2>(kStages + scales_);
+        if (t.Last() || (t.first + t.items) % kScaleItems == 0) SetFlag<HardEvent::MTE1_MTE2>(kStages + scales_);
     }
     SetFlag<HardEvent::MTE1_M>(half);
     WaitFlag<HardEvent::MTE1_M>(half);
@@ -231,7 +231,7 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     p.srcStride = AlignUp(all, 16) / 16;
     if constexpr (kMx) {
       AscendC::LoadData2DMxParams s;
-      s.xStartPosition = start / 16, s.yStartPosition = (t.chunk % kScaleChunks * kChunk + from) / 64;
+      s.xStartPosition = start / 16, s.yStartPosition = (t.first % kScaleItems + from) / 64;
       s.xStep = p.mStep, s.yStep = s.dstStride = k / 64, s.srcStride = ScalePairs(t);
       AscendC::LoadData(to, chunk, Scales1(operand, scales_), p, s);
     } else {

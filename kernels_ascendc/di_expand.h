@@ -78,8 +78,8 @@ class Fp4Expander {
   __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
     using namespace AscendC;
     p_ = product;
-    TileCursor ahead(p_, core, cores, kChunkBytes);
-    TileCursor at(p_, core, cores, kChunkBytes);
+    TileCursor ahead(p_, core, cores, 1);
+    TileCursor at(p_, core, cores, 1);
     for (int32_t i = 0; i < kRawBuffers; ++i) SetFlag<HardEvent::V_MTE2>(i);
     for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::MTE3_V>(i);
     for (int32_t i = 0; i < kRawBuffers - 1 && ahead.More(); ++i, ahead.Next()) Load(ahead);
@@ -132,13 +132,14 @@ class Fp4Expander {
   int32_t loaded_ = 0, expanded_ = 0;
 };
 
-// Codes times scales, or BF16 rows, to lines of T (BF16 or float32): the path of x that is not quantised.
+// Codes times scales, or BF16 rows, to lines of T (BF16 or float32): the path of x that is not quantised. Chunks are of
+// kChunkBytes, so a core's share has one pair of scales a row.
 template <class T, Codes kCodes> class DenseExpander {
  public:
   __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
     using namespace AscendC;
     p_ = product;
-    TileCursor at(p_, core, cores, kChunkBytes / sizeof(T));
+    TileCursor at(p_, core, cores, sizeof(T));
     SetFlag<HardEvent::V_MTE2>(0), SetFlag<HardEvent::MTE3_V>(0);
     for (; at.More(); at.Next()) {
       const Share s = ShareOf(at);

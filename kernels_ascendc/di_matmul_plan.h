@@ -3,8 +3,9 @@
 #pragma once
 
 struct MatmulPlan {
-  int32_t columns;  // of a tile, a multiple of 16
-  int32_t blocks;   // cube cores in use
+  int32_t columns;      // of a tile, a multiple of 16
+  int32_t blocks;       // cube cores in use
+  int32_t chunk_bytes;  // of K that a stage in L1 holds: 256, 512, 1024 or 2048
 };
 
 // n columns in each of `groups` products; `rows` of each of them, 0 if unknown. A wave is one tile on every core; it
@@ -13,7 +14,7 @@ static inline MatmulPlan PlanMatmul(int64_t n, int64_t groups, int64_t rows, int
   const int64_t kMostRows = 256, kMost = 256, kStep = 16, kProducts = 8192, kBytes = 76;  // of a core and cycle, 950DT
   const int64_t row_tiles = rows == 0 ? 1 : (rows + kMostRows - 1) / kMostRows;
   const int64_t tall = rows == 0 || rows > kMostRows ? (rows == 0 ? kStep : kMostRows) : (rows + kStep - 1) / kStep * kStep;
-  MatmulPlan best = {0, 0};
+  MatmulPlan best = {0, 0, 256};
   int64_t best_cost = INT64_MAX;
   const int64_t widest = (n + kStep - 1) / kStep * kStep < kMost ? (n + kStep - 1) / kStep * kStep : kMost;
   for (int64_t columns = widest; columns >= kStep; columns -= kStep) {
@@ -25,5 +26,8 @@ static inline MatmulPlan PlanMatmul(int64_t n, int64_t groups, int64_t rows, int
     best.columns = (int32_t)columns;
     best.blocks = (int32_t)(tiles < cores ? tiles : cores);
   }
+  // Copies from HBM take long, and kStages of them are under way: where a tile is small, they are longer.
+  const int64_t lines = rows == 0 || tall > best.columns ? (rows == 0 ? kMostRows : tall) : best.columns;
+  while (best.chunk_bytes < 2048 && lines * best.chunk_bytes * 2 <= kMostRows * 256) best.chunk_bytes *= 2;
   return best;
 }

@@ -13,6 +13,31 @@ struct RowRange {
 };
 __aicore__ inline int32_t LastRow(const RowRange& r) { return ValidRows(r.last != nullptr ? r.last : r.count, r.rows); }
 
+// The pieces of rows of `width` items that a vector core works on, every core in turn.
+class Piece {
+ public:
+  int32_t row, first, items;
+  __aicore__ Piece(const RowRange& range, int32_t width, int32_t most)
+      : width_(width), most_(most), across_((width + most - 1) / most), begin_(range.first), end_(LastRow(range)), next_(AscendC::GetBlockIdx()) {
+    Set();
+  }
+  __aicore__ bool More() const { return row < end_; }
+  __aicore__ void Next() {
+    next_ += AscendC::GetBlockNum();
+    Set();
+  }
+  // Of the piece, in rows that begin with the range's first.
+  __aicore__ int64_t Offset() const { return (int64_t)(row - begin_) * width_ + first; }
+
+ private:
+  __aicore__ void Set() {
+    row = begin_ + (int32_t)(next_ / across_), first = (int32_t)(next_ % across_) * most_, items = Min32(most_, width_ - first);
+  }
+  int32_t width_, most_, across_, begin_, end_;
+  int64_t next_;
+};
+constexpr int32_t kPieceItems = 2048;
+
 enum RowKind { kRowsBf16, kRowsF32, kRowsFp8 };
 
 struct Widen32 {
@@ -30,21 +55,18 @@ template <class T> __global__ __vector__ void widen_kernel(Widen32 a) {
   DenseRows<bfloat16_t, T> brief;
   RowDecoder decoder;
   TBuf<TPosition::VECCALC> buffer;
-  const int32_t most = Min32(a.width, 2048);
+  const int32_t most = Min32(a.width, kPieceItems);
   if (a.kind == kRowsBf16) brief.Init(pipe, most);
   dense.Init(pipe, most);
   if (a.kind == kRowsFp8) decoder.Init(pipe, DI_FP8_32, AlignUp(most, 32));
   pipe.InitBuffer(buffer, AlignUp(most, 64) * 4);
   LocalTensor<float> row = buffer.Get<float>();
-  for (int32_t r = a.range.first + GetBlockIdx(); r < LastRow(a.range); r += GetBlockNum()) {
-    for (int32_t first = 0; first < a.width; first += most) {
-      const int32_t items = Min32(most, a.width - first);
-      __gm__ uint8_t* from = a.values + r * a.values_stride;
-      if (a.kind == kRowsBf16) brief.Load(row, Global<bfloat16_t>(from + first * 2), items);
-      else if (a.kind == kRowsF32) dense.Load(row, Global<T>(from + first * 4), items);
-      else decoder.Load(row, items, from + first, a.scales + r * a.scales_stride + first / 32);
-      dense.Store(Global<T>((__gm__ T*)a.out + (int64_t)(r - a.range.first) * a.width + first), row, items);
-    }
+  for (Piece p(a.range, a.width, most); p.More(); p.Next()) {
+    __gm__ uint8_t* from = a.values + p.row * a.values_stride;
+    if (a.kind == kRowsBf16) brief.Load(row, Global<bfloat16_t>(from + p.first * 2), p.items);
+    else if (a.kind == kRowsF32) dense.Load(row, Global<T>(from + p.first * 4), p.items);
+    else decoder.Load(row, p.items, from + p.first, a.scales + p.row * a.scales_stride + p.first / 32);
+    dense.Store(Global<T>((__gm__ T*)a.out + p.Offset()), row, p.items);
   }
 }
 
@@ -104,17 +126,14 @@ __global__ __vector__ void encode_kernel(Coded a) {
   DenseRows<float, float> dense;
   RowEncoder encoder;
   TBuf<TPosition::VECCALC> buffer;
-  const int32_t most = Min32(a.width, 2048);
+  const int32_t most = Min32(a.width, kPieceItems);
   dense.Init(pipe, most);
   encoder.Init(pipe, DI_FP8_32, most);
   pipe.InitBuffer(buffer, AlignUp(most, 64) * 4);
   LocalTensor<float> row = buffer.Get<float>();
-  for (int32_t r = a.range.first + GetBlockIdx(); r < LastRow(a.range); r += GetBlockNum()) {
-    for (int32_t first = 0; first < a.width; first += most) {
-      const int32_t items = Min32(most, a.width - first);
-      dense.Load(row, Global<float>((__gm__ float*)a.dense + (int64_t)(r - a.range.first) * a.width + first), items);
-      encoder.Store(row, items, a.codes + r * a.codes_stride + first, a.scales + r * a.scales_stride + first / 32);
-    }
+  for (Piece p(a.range, a.width, most); p.More(); p.Next()) {
+    dense.Load(row, Global<float>((__gm__ float*)a.dense + p.Offset()), p.items);
+    encoder.Store(row, p.items, a.codes + p.row * a.codes_stride + p.first, a.scales + p.row * a.scales_stride + p.first / 32);
   }
 }
 

@@ -137,19 +137,20 @@ def test_fp4_scales_that_the_shift_cannot_hold_stay_as_they_are_and_are_refused(
         twin.bind(get_card("linear"))(x, None, handle, None, out, None)
 
 
-def plan(n: int, groups: int, rows: int, cores: int) -> tuple[int, int]:
-    library, columns, blocks = ctypes.CDLL(twin.module().__file__), ctypes.c_int32(), ctypes.c_int32()
-    sizes = [ctypes.c_int64(i) for i in (n, groups, rows, cores)]
-    library.di_plan_matmul(*sizes, ctypes.byref(columns), ctypes.byref(blocks))
-    return columns.value, blocks.value
+def plan(n: int, groups: int, rows: int, cores: int) -> list[int]:
+    """Columns of a tile, cores in use, bytes of K in a stage."""
+    found = (ctypes.c_int32 * 3)()
+    ctypes.CDLL(twin.module().__file__).di_plan_matmul(*(ctypes.c_int64(i) for i in (n, groups, rows, cores)), found)
+    return list(found)
 
 
 def test_the_tiling_uses_every_core_for_few_rows_and_tall_wide_tiles_for_many():
-    assert plan(5120, 1, 1, 32) == (160, 32)  # 32 tiles, one each
-    assert plan(384, 1, 4, 32) == (16, 24)
-    columns, blocks = plan(512, 1, 4096, 32)
-    assert columns == 256 and blocks == 32  # 16 x 2 tiles: x is not read by all cores
-    for n, groups, rows, cores in [(70, 3, 0, 8), (129280, 1, 1, 36), (4608, 384, 0, 32), (1, 1, 1, 36)]:
-        columns, blocks = plan(n, groups, rows, cores)
+    assert plan(5120, 1, 1, 32)[:2] == [160, 32]  # 32 tiles, one each
+    assert plan(384, 1, 4, 32) == [16, 24, 2048]
+    assert plan(512, 1, 4096, 32) == [256, 32, 256]  # 16 x 2 tiles: x is not read by all cores
+    for n, groups, rows, cores in [(70, 3, 0, 8), (129280, 1, 1, 36), (4608, 384, 0, 32), (1, 1, 1, 36), (5120, 1, 100, 32)]:
+        columns, blocks, chunk = plan(n, groups, rows, cores)
         assert columns % 16 == 0 and 16 <= columns <= 256 and 1 <= blocks <= cores
         assert columns < n + 16
+        lines = max(columns, min(256, -(-rows // 16) * 16) if rows else 256)
+        assert 256 <= chunk <= 2048 and lines * chunk <= 64 * 1024
