@@ -9,39 +9,14 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).parents[2]
-for folder in ("backends/ascend", "tests/conformance"):
+for folder in ("backends/ascend", "tests/conformance", "tools/ascend"):
     if str(ROOT / folder) not in sys.path:
         sys.path.insert(0, str(ROOT / folder))
 
-import ml_dtypes  # noqa: E402
 from deepinfer_ascend import twin  # noqa: E402
+from probe_kernels import CONTIGUOUS, EMPTY, OTHER, ROUND, TYPES, VECTOR  # noqa: E402
 
-TYPES = {
-    "float": (0, np.float32),
-    "half": (1, np.float16),
-    "bfloat16_t": (2, ml_dtypes.bfloat16),
-    "int32_t": (3, np.int32),
-    "uint32_t": (4, np.uint32),
-    "int16_t": (5, np.int16),
-    "uint16_t": (6, np.uint16),
-    "int8_t": (7, np.int8),
-    "uint8_t": (8, np.uint8),
-    "int64_t": (9, np.int64),
-    "fp8_e4m3fn_t": (11, ml_dtypes.float8_e4m3fn),
-    "fp8_e5m2_t": (12, ml_dtypes.float8_e5m2),
-    "fp4x2_e2m1_t": (13, np.uint8),
-}
-VECTOR = (
-    "Add Sub Mul Div Max Min And Or Xor MulAddDst Exp Ln Abs Reciprocal Sqrt Rsqrt Relu Neg Not Copy "
-    "Adds Muls Maxs Mins ShiftLeft ShiftRight LeakyRelu Axpy Duplicate"
-).split()
-OTHER = (
-    "Cast ReduceSum ReduceMax ReduceMin RepeatSum RepeatMax RepeatMin BlockSum BlockMax BlockMin Brcb Compare Compares "
-    "Select Gather GatherMask Index Interleave DeInterleave"
-).split()
-ROUND = {"NONE": 0, "RINT": 1, "FLOOR": 2, "CEIL": 3, "ROUND": 4, "TRUNC": 5, "ODD": 6}
-CONTIGUOUS = (1, 1, 1, 8, 8, 8)
-EMPTY = np.zeros(0, np.uint8)
+__all__ = ["CONTIGUOUS", "EMPTY", "OTHER", "ROUND", "TYPES", "VECTOR", "kernel", "missing", "other", "tensor", "vector"]
 
 
 def missing() -> str | None:

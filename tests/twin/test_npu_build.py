@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels_ascendc"
-PROBES = [KERNELS / f"twin/probes/probe_{name}.asc" for name in ("vector", "other", "reg", "cube", "sync")]
+PROBES = [KERNELS / f"twin/probes/probe_{name}.asc" for name in ("vector", "other", "reg", "math", "cube", "sync", "scalar")]
 SOURCES = sorted(KERNELS.glob("*.asc")) + PROBES
 BUILD = ROOT / "tools/ascend/build_npu.sh"
 LAUNCH = re.compile(r"(\w+|\w+<[^()]*>)<<<\(uint32_t\)\(.*?\), 0, \(aclrtStream\)\(stream\)>>>\(", re.DOTALL)
@@ -60,7 +60,7 @@ def build(tmp_path: Path, broken: str = "", *arguments: str) -> subprocess.Compl
 echo "$@" >> {tmp_path}/commands
 case "$*" in
   --version) echo "BiSheng of a test"; exit ;;
-  *{broken or "nothing"}.asc*-o*.o) echo "x.asc:1: error: no"; exit 1 ;;
+  *{broken or "nothing"}.asc*-o*) echo "x.asc:1: error: no"; exit 1 ;;
 esac
 for last; do :; done
 : > "$last"
@@ -84,7 +84,7 @@ def test_the_library_is_described_with_its_architecture_and_toolkit(tmp_path):
     assert (told["architecture"], told["cann"], told["failed"]) == ("dav-3510", "9.2.0", [])
     assert told["compiler"] == "BiSheng of a test" and re.fullmatch(r"[0-9a-f]{16}", told["sources"])
     commands = (tmp_path / "commands").read_text()
-    assert "-x asc --npu-arch=dav-3510" in commands and (tmp_path / "out/libdeepinfer_npu_probes.so").exists()
+    assert "-x asc --npu-arch=dav-3510" in commands
 
 
 def test_a_source_that_does_not_compile_is_named_and_the_others_are_kept(tmp_path):
@@ -105,4 +105,19 @@ def test_nothing_compiles_without_a_compiler_and_it_says_what_to_install(tmp_pat
 def test_a_dry_run_prints_the_commands_and_makes_nothing(tmp_path):
     done = build(tmp_path, "", "--dry-run", "--npu-arch=dav-3510")
     assert done.returncode == 0 and not (tmp_path / "build").exists() and not (tmp_path / "commands").exists()
-    assert done.stdout.count(" -c ") == len(SOURCES)
+    assert done.stdout.count(" -c ") == len(list(KERNELS.glob("*.asc")))
+
+
+def test_each_probe_is_a_library_of_its_own_and_one_that_fails_takes_no_other_along(tmp_path):
+    listed = tmp_path / "builds"
+    rows = [
+        ("probe_vector-kAdd-float", "kernels_ascendc/twin/probes/probe_vector.asc", "-DPROBE_ONE=kAdd", "-DPROBE_TYPE=float"),
+        ("probe_cube-x", "kernels_ascendc/twin/probes/probe_cube.asc", "-DPROBE_CUBE=half, half, float, false"),
+    ]
+    listed.write_text("".join("\t".join(row) + "\n" for row in rows))
+    done = build(tmp_path, "", f"--probes={listed}")
+    assert done.returncode == 0 and "probes: 2 of 2 compiled" in done.stdout, done.stdout + done.stderr
+    assert "-DPROBE_CUBE=half, half, float, false" in (tmp_path / "commands").read_text()
+    done = build(tmp_path, "probe_cube", f"--probes={listed}")
+    assert done.returncode == 1 and "FAILED probe_cube-x: x.asc:1: error: no" in done.stdout
+    assert [path.name for path in (tmp_path / "build/probes").glob("*.so")] == ["probe_vector-kAdd-float.so"]

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Builds the AscendC kernels with CANN's compiler into the library that the NPU device loads:
-#   build_npu.sh [--npu-arch=dav-3510] [--dry-run]
-# Every source is compiled by itself, so that one that fails does not hide the others; what compiled is linked. A second
-# library holds the probe kernels. Logs are kept under build/npu. State: written, never run with CANN.
+#   build_npu.sh [--npu-arch=dav-3510] [--dry-run]                   the kernels
+#   build_npu.sh --probes=FILE [--npu-arch=dav-3510] [--dry-run]     the probes that `run_probes.py builds` lists in FILE
+# Every kernel source is compiled by itself, so that one that fails does not hide the others; what compiled is linked. Each
+# probe is a library of its own, for the same reason. Logs are kept under build/npu. State: written, never run with CANN.
 # Exit 0: all compiled; 1: some did not, the log names them; 2: there is no compiler, or no library could be made.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-arch=dav-3510 dry=
+arch=dav-3510 dry= probes=
 for argument in "$@"; do
   case $argument in
     --npu-arch=*) arch=${argument#*=} ;;
     --dry-run) dry=1 ;;
-    *) echo "usage: $0 [--npu-arch=dav-3510] [--dry-run]" >&2; exit 2 ;;
+    --probes=*) probes=${argument#*=} ;;
+    *) echo "usage: $0 [--npu-arch=dav-3510] [--probes=FILE] [--dry-run]" >&2; exit 2 ;;
   esac
 done
 compiler=${BISHENG:-bisheng}
@@ -20,7 +22,6 @@ destination=${NPU_DESTINATION:-$root/backends/ascend/deepinfer_ascend}
 kernels=$root/kernels_ascendc
 options=(-x asc "--npu-arch=$arch" -std=c++17 -O3 -fPIC -fvisibility=hidden
   "-I$kernels/npu/include" "-I$kernels" "-I$kernels/twin/probes" "-I$root/hal/include")
-probes=("$kernels"/twin/probes/probe_{vector,other,reg,cube,sync}.asc)
 
 if [ -z "$dry" ] && ! command -v "$compiler" >/dev/null; then
   echo "no $compiler on PATH: install CANN's toolkit (9.0 or later) and source its set_env.sh; BISHENG names another compiler" >&2
@@ -69,8 +70,34 @@ describe() { # describe FAILED...: what the library is, as JSON
     "$(cat "$kernels"/*.asc "$kernels"/*.h "$kernels"/npu/include/*.h | sha256sum | cut -c1-16)" "${failed%, }"
 }
 
-[ -n "$dry" ] || mkdir -p "$build"
-status=0
-library libdeepinfer_npu "$kernels"/*.asc || status=$?
-library libdeepinfer_npu_probes "${probes[@]}" || { [ $status -ne 0 ] || status=1; }
-exit $status
+probe_library() { # probe_library NAME SOURCE OPTION...: one probe, compiled and linked at once
+  local name=$1 source=$root/$2
+  shift 2
+  run "$build/probes/$name.log" "$compiler" "${options[@]}" "$@" -shared "$source" -lascendcl -o "$build/probes/$name.so" ||
+    { rm -f "$build/probes/$name.so"; echo "FAILED $name: $(grep -m1 -i error "$build/probes/$name.log"); see $build/probes/$name.log"; }
+}
+
+all_probes() { # compiles what the file lists, several at a time
+  local line fields running=0
+  while IFS= read -r line; do
+    IFS=$'\t' read -r -a fields <<<"$line"
+    if [ -n "$dry" ]; then probe_library "${fields[@]}"; continue; fi
+    probe_library "${fields[@]}" &
+    running=$((running + 1))
+    if [ "$running" -ge "${NPU_JOBS:-4}" ]; then wait -n; running=$((running - 1)); fi
+  done <"$probes"
+  wait
+  [ -z "$dry" ] || return 0
+  local made wanted
+  made=$(find "$build/probes" -name '*.so' | wc -l) wanted=$(wc -l <"$probes")
+  echo "probes: $made of $wanted compiled"
+  [ "$made" -eq "$wanted" ] || { [ "$made" -gt 0 ] && return 1; return 2; }
+}
+
+if [ -n "$probes" ]; then
+  if [ -z "$dry" ]; then rm -rf "$build/probes"; mkdir -p "$build/probes"; fi
+  all_probes
+else
+  [ -n "$dry" ] || mkdir -p "$build"
+  library libdeepinfer_npu "$kernels"/*.asc
+fi

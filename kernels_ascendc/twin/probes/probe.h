@@ -57,6 +57,21 @@ class ProbeUb {
 
 }  // namespace
 
+// A device build makes one library for each instruction and type, so that a pair which its compiler does not know takes no
+// other along: PROBE_ONE is then the only instruction, PROBE_TYPE the only type (for Cast, PROBE_FROM its source).
+#ifdef PROBE_ONE
+#define PROBE_HAS(instruction) ((instruction) == PROBE_ONE)
+#else
+#define PROBE_HAS(instruction) true
+#endif
+
+#ifdef PROBE_TYPE
+#define PROBE_BY_TYPE(number, ...) \
+  { \
+    using T = PROBE_TYPE; \
+    __VA_ARGS__; \
+  }
+#else
 // Types by the numbers of twin::Type's first nine.
 #define PROBE_BY_TYPE(number, ...) \
   switch (number) { \
@@ -106,3 +121,4 @@ class ProbeUb {
       break; \
     } \
   }
+#endif
