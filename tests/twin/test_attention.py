@@ -1,4 +1,4 @@
-"""sparse_attention on the twin beyond its card's cases: more heads than a core takes, long lists, every row format."""
+"""sparse_attention and score_index on the twin beyond their cards' cases: more heads than a core takes, long lists, every format."""
 
 from __future__ import annotations
 
@@ -64,3 +64,33 @@ def test_a_row_without_keys_gives_zero():
     out = run(args)
     assert not out[0].any()
     assert out[1].any()
+
+
+INDEX = get_card("score_index")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(requests="2500+1", heads=64, ratio=1),
+        dict(requests="300+2", heads=5, d=64, q="dense", format="f32", candidates=40),
+        dict(requests="300+2,1+1", heads=33, d=192, q="dense", format="fp8_32", block_rows=128),
+    ],
+    ids=["64-heads-2501-rows", "f32-rows", "odd-sizes"],
+)
+def test_index_scores_agree_with_the_card(params):
+    sizes = dict(heads=4, d=128, q="mxfp4_32", format="mxfp4_32", block_rows=64, dtype="bf16", ratio=2)
+    run_case(INDEX, Case("score_index", sizes | params), twin.bind(INDEX))
+
+
+def test_a_candidate_list_may_have_gaps_and_any_order():
+    sizes = dict(heads=4, d=128, q="mxfp4_32", format="mxfp4_32", block_rows=64, dtype="bf16", ratio=1, candidates=24)
+    args = INDEX.generate(Case("score_index", dict(requests="200+2", **sizes)), 1, "cpu", None)
+    args["candidates"][0] = args["candidates"][0].flip(0)
+    args["candidates"][1, ::3] = -1
+    expected = dict(args, scores=args["scores"].clone())
+    INDEX.reference(**expected)
+    twin.bind(INDEX)(**args)
+    assert torch.equal(args["scores"] == -torch.inf, expected["scores"] == -torch.inf)
+    seen = expected["scores"] > -torch.inf
+    assert torch.allclose(args["scores"][seen], expected["scores"][seen], rtol=1e-5, atol=1e-4)
