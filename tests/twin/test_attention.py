@@ -1,4 +1,4 @@
-"""sparse_attention and score_index on the twin beyond their cards' cases: more heads than a core takes, long lists, every format."""
+"""sparse_attention and score_index on the twin beyond their cards' cases: more heads than a core takes, every row format."""
 
 from __future__ import annotations
 
