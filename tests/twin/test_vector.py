@@ -97,6 +97,12 @@ def test_exponential_at_the_edges():
     assert np.allclose(got, exact, rtol=2e-7, atol=0, equal_nan=True)
 
 
+def test_exponential_is_within_one_unit():
+    x = np.linspace(-87.3, 88.7, 16384, dtype=np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(vector("Exp", "float", x) - exact) < np.spacing(exact.astype(np.float32))).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", ["Adds", "Muls", "Maxs", "Mins"])
 def test_scalars(op, dtype):
@@ -211,6 +217,22 @@ def test_strides():
     assert np.array_equal(got, expected)
 
 
+@pytest.mark.parametrize("lanes", [64, 128])
+@pytest.mark.parametrize(("first", "second"), [((1, 8), (0, 1)), ((1, 0), (1, 8)), ((2, 16), (1, 16)), ((1, 16), (0, 0))])
+def test_whole_repeats_with_strides(first, second, lanes):
+    """Sources as runs, as one broadcast block, with gaps; all lanes of a half's repeat, or its first half."""
+    rng = np.random.default_rng(lanes)
+    a, b, y = (rng.standard_normal(16 * 16 * 3).astype(np.float16) for _ in range(3))
+    strides = (1, first[0], second[0], 9, first[1], second[1])
+    got = vector("Mul", "half", a, b, y.copy(), lanes=lanes, repeats=3, strides=strides).reshape(-1, 16)
+    expected = y.reshape(-1, 16).copy()
+    for repeat in range(3):
+        for block in range(lanes // 16):
+            x = a.reshape(-1, 16)[repeat * first[1] + block * first[0]]
+            expected[9 * repeat + block] = x * b.reshape(-1, 16)[repeat * second[1] + block * second[0]]
+    assert got.tobytes() == expected.tobytes()
+
+
 def test_duplicate():
     assert np.array_equal(
         vector("Duplicate", "half", np.zeros(100, np.float16), scalar=2.5), np.full(100, 2.5, np.float16)
@@ -227,9 +249,15 @@ def test_every_instruction_level_gives_the_same_bits(level):
     module = probes.twin.module()
     best = module.level()
     x = values("float", 999, 6, positive=True)
-    first = [vector(op, "float", x, x).tobytes() for op in ("Exp", "Ln", "Rsqrt", "Mul", "Div")]
+    steps = np.linspace(-110, 95, 4096, dtype=np.float32)
+
+    def bits():
+        some = [vector(op, "float", x, x, x.copy()).tobytes() for op in ("Exp", "Ln", "Rsqrt", "Mul", "Div", "MulAddDst")]
+        return [*some, vector("Exp", "float", steps).tobytes(), vector("Axpy", "float", x, y=-x, scalar=1.1).tobytes()]
+
+    first = bits()
     try:
         module.set_level(level)
-        assert first == [vector(op, "float", x, x).tobytes() for op in ("Exp", "Ln", "Rsqrt", "Mul", "Div")]
+        assert first == bits()
     finally:
         module.set_level(best)

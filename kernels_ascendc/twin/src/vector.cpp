@@ -149,6 +149,20 @@ uint32_t active_bytes(const Walk& walk, int first_lane, int lanes, int size) {
   return bytes;
 }
 
+// The lanes of a source's repeat: where they lie, or gathered into `room` when they are no run of bytes or the results
+// at `target` would overwrite a part of them.
+static const uint8_t* row_of(Pipe& pipe, const View& v, Type type, int lanes, const Walk& walk, int operand, int repeat,
+                             uint64_t target, uint8_t* room, const char* what) {
+  const uint64_t bytes = (uint64_t)lanes * kTypeBytes[type],
+                 at = v.offset + (uint64_t)repeat * walk.repeat_stride[operand] * 32;
+  const bool whole = whole_bytes(walk, kTypeBytes[type]) == bytes;
+  if (whole && walk.block_stride[operand] == 1 && (at == target || at + 256 <= target || target + 256 <= at))
+    return load(pipe, *v.memory, at, bytes, what);
+  if (!whole) memset(room, 0, 256);
+  gather_repeat(pipe, v, type, walk, operand, repeat, room, what);
+  return room;
+}
+
 // One destination and up to two sources, `compute` on contiguous lanes. `reads_target`: the old destination is an
 // input too.
 template <class Compute> static void run(Op op, const Type* types, View d, const View* sources, int count,
@@ -181,11 +195,23 @@ template <class Compute> static void run(Op op, const Type* types, View d, const
   const int lanes_per_repeat = 256 / kTypeBytes[widest];
   if (kTypeBytes[widest] == 1 || types[0] == E2M1X2 || (count > 0 && types[1] == E2M1X2))
     give_up("%s at %s:%d: the sliced form of this type is not modelled", kOpNames[op], where.file, where.line);
+  const uint64_t whole = (uint64_t)lanes_per_repeat * kTypeBytes[types[0]];
+  // Whether a repeat's results are one run of bytes.
+  const bool in_place = walk.block_stride[0] == 1 && whole_bytes(walk, kTypeBytes[types[0]]) == whole;
   for (int r = 0; r < walk.repeats; ++r) {
-    alignas(64) uint8_t in[2][256] = {}, out[256] = {};
-    for (int k = 0; k < count; ++k) gather_repeat(pipe, sources[k], types[k + 1], walk, k + 1, r, in[k], kNames[k]);
+    alignas(64) uint8_t in[2][256], out[256];
+    const uint8_t* from[2] = {nullptr, nullptr};
+    const uint64_t to = d.offset + (uint64_t)r * walk.repeat_stride[0] * 32;
+    for (int k = 0; k < count; ++k)
+      from[k] = row_of(pipe, sources[k], types[k + 1], lanes_per_repeat, walk, k + 1, r, to, in[k], kNames[k]);
+    if (in_place) {
+      if (reads_target) load(pipe, *d.memory, to, whole, "the destination");
+      compute(store(pipe, *d.memory, to, whole, "the destination"), from[0], from[1], (size_t)lanes_per_repeat);
+      continue;
+    }
+    memset(out, 0, sizeof out);
     if (reads_target) gather_repeat(pipe, d, types[0], walk, 0, r, out, "the destination");
-    compute(out, in[0], in[1], (size_t)lanes_per_repeat);
+    compute(out, from[0], from[1], (size_t)lanes_per_repeat);
     scatter_repeat(pipe, d, types[0], walk, r, out);
   }
   done(pipe, op, where, (uint32_t)walk.repeats * 256, (uint64_t)walk.repeats * (uint64_t)lanes_per_repeat);
