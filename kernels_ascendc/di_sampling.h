@@ -152,8 +152,7 @@ class LogitsRow {
         wanted -= here;
         continue;
       }
-      LocalTensor<uint32_t> words = Mask().ReinterpretCast<uint32_t>();
-      Sync<HardEvent::V_S>();
+      LocalTensor<uint32_t> words = Mask().ReinterpretCast<uint32_t>();  // older than the count that was just read
       int32_t id = -1;
       for (uint32_t i = 0; id < 0; ++i)
         for (uint32_t bit = 0, word = words.GetValue(i); id < 0 && bit < 32; ++bit)

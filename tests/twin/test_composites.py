@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "backends/ascend"))
 
 from deepinfer_ascend import twin  # noqa: E402
 from deepinfer_ascend.backend import TWIN_INDEX, AscendBackend  # noqa: E402
-from deepinfer_hal.card import get_card  # noqa: E402
+from deepinfer_hal.card import Case, get_card  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twin.module() is None, reason=str(twin.unavailable_reason()))
 
-FUSED = ("write_kv", "store_draft_kv")
+FUSED = ("write_kv", "store_draft_kv", "residual_site")
 
 
 def cases():
@@ -46,3 +46,23 @@ def test_a_fused_kernel_gives_the_bits_of_its_parts(op, case):
     assert fused.keys() == apart.keys() and fused
     for name, found in fused.items():
         assert torch.equal(found, apart[name]), name
+
+
+@pytest.mark.parametrize(("dtype", "hidden", "streams"), [("bf16", 1001, 4), ("f32", 700, 3), ("bf16", 96, 8), ("f32", 2100, 1)])
+def test_rows_that_share_a_reading_of_fn_have_the_bits_of_rows_alone(dtype, hidden, streams):
+    """Two vector cores take eight rows at once, a whole chip one; widths that fill no block, slices of several sizes."""
+    case = Case("residual_site", {"T": 21, "m": streams, "H": hidden, "dtype": dtype, "codes": False, "count": 19})
+    kernel, stream = twin.bind(get_card("residual_site")), twin.module().Stream
+    few, many = (results("residual_site", case, lambda args, n=n: kernel(**args, stream=stream(cores=n))) for n in (1, 36))
+    assert all(torch.equal(found, many[name]) for name, found in few.items())
+    expected = results("residual_site", case, lambda args: get_card("residual_site").reference(**args))
+    for name in ("out", "pre"):
+        kind = torch.bfloat16 if name == "out" and dtype == "bf16" else torch.float32
+        found, wanted = few[name].view(kind)[:19].float(), expected[name].view(kind)[:19].float()
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 if dtype == "bf16" else 1e-4)
+
+
+def test_a_row_too_wide_for_the_norm_is_refused_with_its_width():
+    case = Case("residual_site", {"T": 1, "m": 1, "H": 8224, "dtype": "bf16", "codes": False})
+    with pytest.raises(Exception, match="at most 8192 values in local memory, got 8224"):
+        results("residual_site", case, lambda args: twin.bind(get_card("residual_site"))(**args))
