@@ -1,8 +1,8 @@
-"""Environments of the Ascend checks: `python tools/ascend/ascend_venvs.py lowering | torch_npu | clang` prints one's Python.
+"""Environments of the Ascend checks: `python tools/ascend/ascend_venvs.py KIND` prints one's Python.
 
 lowering: triton-ascend and the Ascend 950 compiler's front half (ascendnpu-ir). torch_npu: torch_npu over the maker's
 torch, which must be 2.13.0 built for the CPU. clang: the compiler that the ziglang package carries. None of them needs an
-NPU or CANN.
+NPU or CANN. build: what builds the twin beside an installed package: cmake, ninja, pybind11.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ LOWERING = [
     "psutil",
     "scipy",
 ]
+BUILD = ["cmake>=3.20", "ninja", "pybind11>=2.12"]
 CLANG = ["ziglang==0.17.1"]
 TORCH_NPU = [f"torch-npu=={TORCH}", "pyyaml"]
 
@@ -47,8 +48,13 @@ def clang_python() -> Path:
     return environment("ascend-clang", CLANG)
 
 
+def build_python() -> Path:
+    """Python of the environment with what builds the twin."""
+    return environment("ascend-build", BUILD)
+
+
 if __name__ == "__main__":
-    makers = {"lowering": lowering_python, "torch_npu": torch_npu_python, "clang": clang_python}
+    makers = {"lowering": lowering_python, "torch_npu": torch_npu_python, "clang": clang_python, "build": build_python}
     if len(sys.argv) != 2 or sys.argv[1] not in makers:
         sys.exit(f"usage: {sys.argv[0]} {' | '.join(makers)}")
     try:
