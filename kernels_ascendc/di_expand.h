@@ -163,8 +163,6 @@ template <class T, Codes kCodes> class DenseExpander {
   }
 
  private:
-  static constexpr uint32_t kParts = sizeof(T);  // lines of 32 bytes that 32 items make
-
   __aicore__ void LoadCodes(const TileCursor& t, const Share& s, uint32_t columns) {
     using namespace AscendC;
     constexpr uint32_t kColumnBytes = kCodes == Codes::kFp4 ? 16 : 32;
@@ -230,16 +228,14 @@ template <class T, Codes kCodes> class DenseExpander {
       }
   }
 
-  // Each 32 items are kParts lines of 32 bytes, which lie columns apart in L1.
+  // [column][32] items to Nz.
   __aicore__ void Store(const Share& s, uint32_t columns) {
     using namespace AscendC;
     const LocalTensor<T> from = Ub<T>(sizeof(T) == 2 ? kUbNarrow : kUbWide, 32 * 1024);
     const LocalTensor<T> l1(TPosition::B1, stages_.Address(), kStageBytes / sizeof(T));
     stages_.Begin();
     for (int32_t line = 0; line < s.lines; ++line)
-      for (uint32_t part = 0; part < kParts; ++part)
-        DataCopy(l1[((s.line + line) * kParts + part) * columns * (32 / sizeof(T))],
-                 from[line * columns * 32 + part * (32 / sizeof(T))], DataCopyParams(columns, 1, kParts - 1, 0));
+      DataCopy(l1[(s.line + line) * columns * 32], from[line * columns * 32], Nd2NzParams(1, columns, 32, 0, 32, columns, 1, 0));
     stages_.Commit();
   }
 
