@@ -105,14 +105,14 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     p_ = product;
     TileCursor ahead(p_, core, cores, sizeof(T));
     TileCursor at(p_, core, cores, sizeof(T));
-    for (int32_t i = 0; i < (kMx ? 2 : 1) * kStages; ++i) SetFlag<HardEvent::MTE1_MTE2>(i);
+    for (int32_t i = 0; i < kStages; ++i) SetFlag<HardEvent::MTE1_MTE2>(i);
     for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::M_MTE1>(i), SetFlag<HardEvent::FIX_M>(i);
     for (int32_t i = 0; i < kStages - 1 && ahead.More(); ++i, ahead.Next()) Load(ahead);
     for (; at.More(); at.Next()) {
       if (ahead.More()) Load(ahead), ahead.Next();
       Multiply(at);
     }
-    for (int32_t i = 0; i < (kMx ? 2 : 1) * kStages; ++i) WaitFlag<HardEvent::MTE1_MTE2>(i);
+    for (int32_t i = 0; i < kStages; ++i) WaitFlag<HardEvent::MTE1_MTE2>(i);
     for (int32_t i = 0; i < 2; ++i) WaitFlag<HardEvent::M_MTE1>(i), WaitFlag<HardEvent::FIX_M>(i);
     PipeBarrier<PIPE_ALL>();
   }
@@ -133,9 +133,9 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
   __aicore__ void Load(const TileCursor& t) {
     using namespace AscendC;
     const int32_t stage = loaded_++ % kStages;
+    WaitFlag<HardEvent::MTE1_MTE2>(stage);
     if constexpr (kMx)
       if (t.first % kScaleItems == 0) LoadScales(t);
-    WaitFlag<HardEvent::MTE1_MTE2>(stage);
     const GlobalTensor<T> x = Global<T>((__gm__ T*)p_.x + t.row * p_.x_stride + t.group * p_.x_group + t.first);
     DataCopy(X1(stage), x, Nd2NzParams(1, t.rows, t.items, 0, p_.x_stride, AlignUp(t.rows, 16), 1, 0));
     if constexpr (kWeights == Weights::kRows) {
@@ -149,11 +149,11 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     SetFlag<HardEvent::MTE2_MTE1>(stage);
   }
 
-  // Scales of kScaleItems items, in the form [rows / 16][k / 64][16][2].
+  // Scales of kScaleItems items, in the form [rows / 16][k / 64][16][2]. The chunk's flags are theirs too: there are as many
+  // buffers of scales as stages, and each serves one chunk or more, so the cube has left a buffer where it has left the stage.
   __aicore__ void LoadScales(const TileCursor& t) {
     using namespace AscendC;
     const int32_t stage = scales_loaded_++ % kStages, pairs = ScalePairs(t);
-    WaitFlag<HardEvent::MTE1_MTE2>(kStages + stage);
     const GlobalTensor<half> x =
         Global<half>(p_.x_scales + t.row * p_.x_scale_stride + (t.group * p_.x_group + t.first) / 32);
     DataCopy(Scales1(0, stage).template ReinterpretCast<half>(), x,
@@ -162,7 +162,6 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     const GlobalTensor<fp8_e8m0_t> w =
         Global<fp8_e8m0_t>(p_.w_scales + t.group * p_.w_scale_group + ((int64_t)t.column / 16 * all + t.first / 64) * 32);
     DataCopy(Scales1(1, stage), w, DataCopyParams(AlignUp(t.columns, 16) / 16, pairs, all - pairs, 0));
-    SetFlag<HardEvent::MTE2_MTE1>(kStages + stage);
   }
   __aicore__ int32_t ScalePairs(const TileCursor& t) {
     return Min32(kScaleItems, p_.k - t.first / kScaleItems * kScaleItems) / 64;
@@ -172,12 +171,8 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
   __aicore__ void Multiply(const TileCursor& t) {
     using namespace AscendC;
     const int32_t stage = multiplied_++ % kStages;
-    if constexpr (kMx) {
-      if (t.first % kScaleItems == 0) {
-        scales_ = scales_used_++ % kStages;
-        WaitFlag<HardEvent::MTE2_MTE1>(kStages + scales_);
-      }
-    }
+    if constexpr (kMx)
+      if (t.first % kScaleItems == 0) scales_ = scales_used_++ % kStages;
     WaitFlag<HardEvent::MTE2_MTE1>(stage);
     if constexpr (kWeights == Weights::kVector) CrossCoreWaitFlag<2, PIPE_MTE1>(kFlagReady);
     for (int32_t from = 0; from < t.items; from += kStep) Step(t, stage, from, Min32(kStep, t.items - from));
@@ -196,8 +191,6 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     if (last_of_chunk) {
       SetFlag<HardEvent::MTE1_MTE2>(stage);
       if constexpr (kWeights == Weights::kVector) CrossCoreSetFlag<2, PIPE_MTE1>(kFlagFree);
-      if constexpr (kMx)
-        if (t.Last() || (t.first + t.items) % kScaleItems == 0) SetFlag<HardEvent::MTE1_MTE2>(kStages + scales_);
     }
     SetFlag<HardEvent::MTE1_M>(half);
     WaitFlag<HardEvent::MTE1_M>(half);

@@ -91,14 +91,10 @@ __global__ __vector__ void fill_up_kernel(FillUp a) {
       for (int32_t first = 0; first < a.k; first += kPiece) {
         const int32_t items = Min32(kPiece, a.k - first), padded = AlignUp(items, 64), more = (padded - items) / 32;
         LocalTensor<uint8_t> raw = codes.AllocTensor<uint8_t>();
-        LoadRow(raw, Global<uint8_t>(a.values + r * a.values_stride + (int64_t)g * a.k + first), items);
+        DataCopyPad(raw, Global<uint8_t>(a.values + r * a.values_stride + (int64_t)g * a.k + first),
+                    DataCopyExtParams(1, items, 0, 0, 0), DataCopyPadExtParams<uint8_t>(more > 0, 0, more * 32, 0));
         codes.EnQue(raw);
         raw = codes.DeQue<uint8_t>();
-        if (more > 0) {
-          Sync<HardEvent::MTE2_V>();
-          Duplicate(raw[items].ReinterpretCast<uint16_t>(), (uint16_t)0, 16);
-          Sync<HardEvent::V_MTE3>();
-        }
         StoreRow(Global<uint8_t>(a.out + to + first), raw, padded);
         codes.FreeTensor(raw);
         LocalTensor<uint8_t> scale = bytes.AllocTensor<uint8_t>();
