@@ -49,8 +49,8 @@ SURVIVORS = (
             "SetFlag",
             event,
             "forget",
-            "equivalent for the flags that are set before the loop: they say that a buffer is free which nothing has used yet, so "
-            "there is nothing that they could order.",
+            "equivalent for the flags that are set before the loop: they say that a buffer is free which nothing has used "
+            "yet, so there is nothing that they could order.",
         )
         for file, events in (("di_cube.h", ("MTE1_MTE2", "M_MTE1", "FIX_M")), ("di_expand.h", ("V_MTE2", "MTE3_V")))
         for event in events
