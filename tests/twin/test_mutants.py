@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT / "backends/ascend"), str(ROOT / "tests/conformance"), 
 import mutant_cases  # noqa: E402
 import mutate  # noqa: E402
 from deepinfer_ascend import twin  # noqa: E402
-from mutants import CHANGES, Mutant, mutants_of, names, summary  # noqa: E402
+from mutants import CHANGES, Mutant, Partners, mutants_of, names, summary  # noqa: E402
 from surviving_mutants import SURVIVORS, reason  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twin.module() is None, reason=str(twin.unavailable_reason()))
@@ -46,7 +46,7 @@ def test_kernels_are_themselves_again_after_a_mutant():
     site = next(s for s in found.sites if s.kind == "EnQue")
     (ready, *_) = mutant_cases.make_ready([found])
     (fresh, *_) = mutant_cases.make_ready([found])
-    twin.module().mutate(site, "drop")
+    twin.module().mutate([site], "drop")
     try:
         report, _ = ready.run()
     finally:
@@ -64,11 +64,11 @@ def test_each_use_of_a_helper_that_sets_flags_is_a_site_of_its_own():
 def test_a_report_names_a_site_by_its_line_its_partner_or_the_pipes_it_orders():
     flag = Mutant("k", "/a/k.asc", 12, "SetFlag", "MTE2_V", "forget")
     race = "race (write, then read): DataCopy at /a/k.asc:3 (pipe MTE2 of x) and Add at /a/k.asc:20 (pipe V of x) touch"
-    assert names("deadlock at /a/k.asc:12 on x", flag, {}) == "site"
-    assert names("deadlock at /a/k.asc:120 on x", flag, {}) == "elsewhere"
-    assert names("WaitFlag at /a/k.asc:14", flag, {"/a/k.asc:12": {"/a/k.asc:14"}}) == "ends"
-    assert names(race, flag, {}) == "ends"
-    assert names(race.replace("pipe V", "pipe MTE3"), flag, {}) == "elsewhere"
+    assert names("deadlock at /a/k.asc:12 on x", flag, Partners()) == "site"
+    assert names("deadlock at /a/k.asc:120 on x", flag, Partners()) == "elsewhere"
+    assert names("WaitFlag at /a/k.asc:14", flag, Partners([("/a/k.asc:12", "/a/k.asc:14", "MTE2_V")])) == "ends"
+    assert names(race, flag, Partners()) == "ends"
+    assert names(race.replace("pipe V", "pipe M"), flag, Partners()) == "elsewhere"
 
 
 def test_a_mask_that_is_always_full_and_no_other_site_is_left_out():
@@ -80,8 +80,19 @@ def test_a_mask_that_is_always_full_and_no_other_site_is_left_out():
         site.kind = kind
         return [site]
 
-    assert mutants_of(sites("mask")) == []
-    assert all(len(mutants_of(sites(kind))) == len(CHANGES[kind]) for kind in CHANGES if kind != "mask")
+    assert mutants_of(sites("mask"), Partners()) == []
+    assert all(len(mutants_of(sites(kind), Partners())) == len(CHANGES[kind]) for kind in CHANGES if kind != "mask")
+
+
+def test_a_flag_is_forgotten_at_all_the_places_that_set_it():
+    class Site:
+        def __init__(self, line, detail):
+            self.kernel, self.file, self.line, self.kind, self.detail = "k", "k.asc", line, "SetFlag", detail
+
+    partners = Partners([("k.asc:1", "k.asc:5", "V_MTE2"), ("k.asc:9", "k.asc:5", "V_MTE2"), ("k.asc:1", "k.asc:7", "MTE3_V")])
+    found = mutants_of([Site(1, "V_MTE2"), Site(9, "V_MTE2"), Site(1, "MTE3_V")], partners)
+    forgotten = [mutant.places for mutant, _ in found if mutant.change == "forget"]
+    assert sorted(forgotten) == [("k.asc:1",), ("k.asc:1", "k.asc:9")]
 
 
 @pytest.mark.full

@@ -74,6 +74,7 @@ BUGS = {
     41: ("a buffer that is not given back", 1, r"InitBuffer at .* ends with a tensor that no FreeTensor gave back"),
     42: ("one buffer too many", 1, r"InitBuffer at .*: 3 buffers for a queue of depth 1"),
     43: ("atomics left on", 1, r"the kernel ends with atomics on, since "),
+    44: ("past the end of a buffer", 1, r"Duplicate at .*runs over the end of the buffer of InitBuffer at"),
     51: ("flag MTE1 to M left out", 1, r"WR: LoadData at .*Mmad at .*<MTE1_M>"),
     52: ("flag MTE2 to MTE1 left out", 1, r"WR: Nd2Nz at .*LoadData at .*<MTE2_MTE1>"),
     53: ("small products accumulate without a barrier", 1, r"WR: Mmad at .*PipeBarrier<PIPE_M>"),

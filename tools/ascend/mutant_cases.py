@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepinfer_ascend import twin
 from deepinfer_ascend.backend import TWIN_INDEX, AscendBackend
-from deepinfer_hal.card import get_card
+from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.errors import BackendError
 from deepinfer_hal.weights import CanonicalWeight
 
@@ -18,6 +18,9 @@ MOST_BYTES = 8 << 20  # arguments of a case
 MOST_INSTRUCTIONS = 600_000  # of a case; the twin runs some ten million a second
 ALWAYS_INSTRUCTIONS = 20_000  # the longest case up to here is always taken: loops without a site of their own go round too
 ROUNDS = 3  # a site that a core reaches this often has met its own earlier use through two buffers
+MORE_CASES = (  # for loops that no case of the cards goes round often enough on two cores
+    Case("linear", {"T": 33, "K": 96, "N": 70, "x": "u8", "w": "fp8_block32", "out": "f32"}),
+)
 LAUNCHES = ((1, 1), (2, 9))  # (cube cores, seed of the scheduler): few cores, so that each has several tiles or rows
 
 
@@ -29,7 +32,7 @@ class Found:
     case: Any
     instructions: int
     sites: list
-    partners: list[tuple[str, str]]
+    partners: list[tuple[str, str, str]]
     kernels: set[str] = field(init=False)
 
     def __post_init__(self):
@@ -64,7 +67,7 @@ def explore(ops: Iterable[str]) -> Iterator[Found]:
     """Runs the cases of ops and yields those that launch something. Raises BackendError if a kernel breaks a rule."""
     module = twin.module()
     for op in ops:
-        for case in get_card(op).enumerate_cases():
+        for case in (*get_card(op).enumerate_cases(), *(c for c in MORE_CASES if c.op == op)):
             args = arguments(op, case)
             if _bytes(args) > MOST_BYTES:
                 continue

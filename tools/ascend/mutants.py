@@ -26,8 +26,9 @@ CHANGES = {
     "mask": ("drop",),
     "LocalMemBar": ("drop",),
 }
-"""Changes by kind of site. drop: left out (a mask becomes the full one); forget: it and its
-wait take place, but order nothing, as if both were left out; up, down: the event id or the number of buffers is one off."""
+"""Changes by kind of site. drop: left out (a mask becomes the full one); up, down: the event id or the number of buffers is one
+off; forget: a flag with all its ends left out (they take place, but order nothing): the SetFlags that the same WaitFlags meet,
+such as the one that opens a buffer before a loop and the one that gives it back."""
 
 CAUGHT = ("site", "ends", "elsewhere", "value")
 """How a mutant is caught: by a report that names its site; by one that names both ends of what the site orders, or its
@@ -36,7 +37,7 @@ partner; by a report of something else; by other values alone. `survived`, `cras
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change at one site. `detail` is the event, pipe or mode that the site names."""
+    """One change at one site, or at the sites of one flag. `detail` is the event, pipe or mode that the site names."""
 
     kernel: str
     file: str
@@ -44,6 +45,12 @@ class Mutant:
     kind: str
     detail: str
     change: str
+    also: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where it changes something, as file:line."""
+        return (f"{self.file}:{self.line}", *self.also)
 
     @property
     def place(self) -> str:
@@ -54,14 +61,45 @@ class Mutant:
         return f"{self.kernel} {self.place} {self.kind}{f'<{self.detail}>' if self.detail else ''} {self.change}"
 
 
-def mutants_of(sites: Iterable) -> list[Mutant]:
-    """All mutants of recorded sites; a mask that is full whenever it is set has none."""
-    found = []
+class Partners:
+    """What met what in runs without a change: places as file:line, by event for the flags inside a core."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str, str]] = ()):
+        self._of: dict[tuple[str, str], set[str]] = {}
+        for first, second, event in pairs:
+            self._of.setdefault((first, event), set()).add(second)
+            self._of.setdefault((second, event), set()).add(first)
+
+    def of(self, place: str, event: str) -> set[str]:
+        """The places that one met."""
+        return self._of.get((place, event), set()) | self._of.get((place, ""), set())
+
+    def flag(self, place: str, event: str) -> set[str]:
+        """All places that set or wait for the same flags as one, itself among them."""
+        found, left = set(), {place}
+        while left:
+            found |= left
+            left = {other for one in left for other in self.of(one, event)} - found
+        return found
+
+
+def mutants_of(sites: Iterable, partners: Partners) -> list[tuple[Mutant, list]]:
+    """All mutants of recorded sites, each with the sites that it changes; a mask that is full whenever it is set has none."""
+    sites = sorted((s for s in sites if s.kind != "mask" or s.highest > 0), key=lambda s: (s.file, s.line, s.kind, s.detail))
+    found, forgotten = [], set()
     for site in sites:
-        if site.kind == "mask" and site.highest == 0:
-            continue
+        key = (site.kernel, site.kind, site.detail)
         for change in CHANGES[site.kind]:
-            found.append(Mutant(site.kernel, site.file, site.line, site.kind, site.detail, change))
+            changed = [site]
+            if change == "forget":
+                if (*key, site.file, site.line) in forgotten:
+                    continue
+                flag = partners.flag(f"{site.file}:{site.line}", site.detail)
+                same = [s for s in sites if (s.kernel, s.kind, s.detail) == key and f"{s.file}:{s.line}" in flag]
+                changed = [site, *(s for s in same if s is not site)]
+                forgotten |= {(*key, s.file, s.line) for s in changed}
+            also = tuple(f"{s.file}:{s.line}" for s in changed[1:])
+            found.append((Mutant(site.kernel, site.file, site.line, site.kind, site.detail, change, also), changed))
     return found
 
 
@@ -71,21 +109,30 @@ def _pipes_of_races(report: str) -> list[tuple[str, str]]:
     return [tuple(pipes[:2]) for line in races if len(pipes := re.findall(r"\(pipe (\w+) of", line)) >= 2]
 
 
-def names(report: str, mutant: Mutant, partners: Mapping[str, set[str]]) -> str:
+def _holds(report: str, place: str) -> bool:
+    return re.search(re.escape(place) + r"\b", report) is not None
+
+
+def names(report: str, mutant: Mutant, partners: Partners) -> str:
     """How a report names a mutant: "site", "ends" or "elsewhere".
 
-    The ends are the other half of a pair (the WaitFlag of a SetFlag, the DeQue of an EnQue, ... as `partners` has them by
-    `file:line` from the run without a change), or two unordered instructions on pipes that the site orders.
+    The ends are the other half of a pair (the WaitFlag of a SetFlag, the DeQue of an EnQue, ... as `partners` has them from
+    the runs without a change), two unordered instructions on pipes that the site orders (or, the later one on the pipe that
+    waits, where the flag hands on what its other pipe had waited for), the flag of the same event whose place a wrong id took,
+    or the barrier that the report misses.
     """
-    site = f"{mutant.file}:{mutant.line}"
-    if re.search(re.escape(site) + r"\b", report):
+    if any(_holds(report, place) for place in mutant.places):
         return "site"
-    if any(re.search(re.escape(other) + r"\b", report) for other in partners.get(site, ())):
+    if any(_holds(report, other) for place in mutant.places for other in partners.of(place, mutant.detail)):
+        return "ends"
+    if mutant.change in ("up", "down") and f"Flag<{mutant.detail}>(" in report:
+        return "ends"
+    if mutant.kind == "PipeBarrier" and f"PipeBarrier<PIPE_{mutant.detail}>" in report:
         return "ends"
     wanted = mutant.detail.split("_")
+    between_cores = mutant.kind in ("SyncAll", "CrossCoreSetFlag", "CrossCoreWaitFlag", "LocalMemBar")
     for pipes in _pipes_of_races(report):
-        between_cores = mutant.kind in ("SyncAll", "CrossCoreSetFlag", "CrossCoreWaitFlag", "LocalMemBar")
-        if between_cores or mutant.detail == "ALL" or set(wanted) <= set(pipes):
+        if between_cores or mutant.detail == "ALL" or set(wanted) <= set(pipes) or pipes[1] == wanted[-1]:
             return "ends"
     return "elsewhere"
 

@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 60  # a child's time
 
 
-def _judge(mutant: mutants.Mutant, site, ready: list, partners: dict) -> dict:
+def _judge(mutant: mutants.Mutant, sites: list, ready: list, partners: mutants.Partners) -> dict:
     """Runs the cases with the change in place until one shows it."""
-    twin.module().mutate(site, mutant.change)
+    twin.module().mutate(sites, mutant.change)
     outcome, message = "survived", ""
     for case in ready:
         report, same = case.run()
@@ -47,7 +47,7 @@ def _judge(mutant: mutants.Mutant, site, ready: list, partners: dict) -> dict:
     return {"outcome": outcome, "message": message}
 
 
-def _start(job: tuple, ready: list, partners: dict) -> tuple[int, int]:
+def _start(job: tuple, ready: list, partners: mutants.Partners) -> tuple[int, int]:
     """Forks a child for a mutant; gives its id and the pipe that its verdict comes through."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -74,8 +74,10 @@ def _finish(child: int, reading: int) -> dict:
     return json.loads(text)
 
 
-def run_mutants(jobs: list[tuple], ready: list, partners: dict, processes: int) -> Iterator[tuple[mutants.Mutant, dict]]:
-    """Mutants and verdicts of (mutant, site) pairs, in the order in which they come."""
+def run_mutants(
+    jobs: list[tuple], ready: list, partners: mutants.Partners, processes: int
+) -> Iterator[tuple[mutants.Mutant, dict]]:
+    """Mutants and verdicts of (mutant, sites) pairs, in the order in which they come."""
     waiting, running = list(reversed(jobs)), {}
     while waiting or running:
         while waiting and len(running) < processes:
@@ -92,20 +94,21 @@ def record_of(mutant: mutants.Mutant, verdict: dict) -> dict:
     return {
         **asdict(mutant),
         "file": str(Path(mutant.file).relative_to(ROOT)),
+        "also": [str(Path(place).relative_to(ROOT)) for place in mutant.also],
         "outcome": verdict["outcome"],
         "message": verdict["message"].replace(f"{ROOT}/", ""),
     }
 
 
-def _sites(chosen: Iterable) -> dict[tuple, object]:
-    """Sites of some cases by what identifies them; of a site that several reach, the one with a partial mask."""
+def _sites(chosen: Iterable) -> list:
+    """Sites of some cases; of a site that several reach, the one with a partial mask."""
     sites: dict[tuple, object] = {}
     for found in chosen:
         for site in found.sites:
             key = (site.kernel, site.file, site.line, site.kind, site.detail)
             if key not in sites or site.highest > sites[key].highest:
                 sites[key] = site
-    return sites
+    return list(sites.values())
 
 
 def mutate(kernels: list[str], found: list, processes: int, every: int = 1) -> Iterator[tuple[str, list[str], list[dict]]]:
@@ -115,15 +118,9 @@ def mutate(kernels: list[str], found: list, processes: int, every: int = 1) -> I
         chosen = mutant_cases.choose(found, kernel)
         rest = [f for f in found if kernel in f.kernels and f not in chosen]
         ready = mutant_cases.make_ready(chosen)
-        partners: dict[str, set[str]] = {}
-        for first, second in (pair for f in [*chosen, *rest] for pair in f.partners):
-            partners.setdefault(first, set()).add(second)
-            partners.setdefault(second, set()).add(first)
-        sites = _sites(chosen)
-        jobs = []
-        for mutant in mutants.mutants_of(site for site in sites.values() if site.kernel == kernel):
-            key = (mutant.kernel, mutant.file, mutant.line, mutant.kind, mutant.detail)
-            jobs.append((mutant, sites[key]))
+        partners = mutants.Partners(pair for f in [*chosen, *rest] for pair in f.partners)
+        sites = [site for site in _sites(chosen) if site.kernel == kernel]
+        jobs = mutants.mutants_of(sites, partners)
         jobs = sorted(jobs, key=lambda job: job[0].id)[::every]
         results = dict(run_mutants(jobs, ready, partners, processes))
         survivors = [job for job in jobs if results[job[0]]["outcome"] == "survived"]

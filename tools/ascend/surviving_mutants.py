@@ -42,30 +42,6 @@ SURVIVORS = (
         "equivalent in this kernel alone: the flag closes the shared helper Pick, and the kernel's own S_V after the block "
         "maxima orders the same accesses. select_topk uses the helper without that flag, and its mutant is caught.",
     ),
-    *(
-        Survivor(
-            "",
-            file,
-            "SetFlag",
-            event,
-            "forget",
-            "equivalent for the flags that are set before the loop: they say that a buffer is free which nothing has used "
-            "yet, so there is nothing that they could order.",
-        )
-        for file, events in (("di_cube.h", ("MTE1_MTE2", "M_MTE1", "FIX_M")), ("di_expand.h", ("V_MTE2", "MTE3_V")))
-        for event in events
-    ),
-    *(
-        Survivor(
-            "",
-            file,
-            "PipeBarrier",
-            "ALL",
-            "drop",
-            "equivalent on the twin: the end of a launch orders everything. The page on static tensors asks for the barrier.",
-        )
-        for file in ("di_cube.h", "di_expand.h")
-    ),
 )
 
 

@@ -73,6 +73,16 @@ void check_bounds(const Pipe& pipe, const Memory& memory, uint64_t offset, uint6
           what, offset, offset + bytes, memory.name, memory.bytes);
 }
 
+// An operand that begins in a buffer of the running launch ends in it.
+void check_buffer(const Pipe& pipe, const Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
+  const uint64_t first = memory.buffer[offset / 32], last = memory.buffer[(offset + bytes - 1) / 32];
+  if (__builtin_expect(first == last || first >> 16 != running_launch->number, 1)) return;
+  const Where w = where_now(pipe), from = memory.reserved[first & 0xffff];
+  if (told_before(w, {what, -4})) return;
+  complain("%s at %s:%d on %s: %s, %" PRIu64 " bytes from %" PRIu64 " of %s on, runs over the end of the buffer of InitBuffer at %s:%d",
+           op_now(pipe), w.file, w.line, place(*pipe.core).c_str(), what, bytes, offset, memory.name, from.file, from.line);
+}
+
 Run run_of(const Pipe& pipe, Memory& memory, int slot) {
   return {memory.writer,       memory.valid, {memory.reader[0], memory.reader[1], memory.reader[2]},
           (int)memory.readers, slot,         pipe.known.at,
@@ -182,6 +192,7 @@ const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes,
     const Where w = where_now(pipe);
     give_up("%s at %s:%d: pipe %s cannot read %s", op_now(pipe), w.file, w.line, kPipeNames[pipe.id], memory.name);
   }
+  if (bytes != 0) check_buffer(pipe, memory, offset, bytes, what);
   if (is_quick(offset, bytes) && quick_read(pipe, memory, (uint32_t)(offset / 32), slot)) return memory.data + offset;
   over_blocks(
       offset, bytes, [&](uint32_t block, uint32_t mask) { read_block(pipe, memory, block, mask, slot, what); },
@@ -196,6 +207,7 @@ const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes,
 uint8_t* store(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
   if (__builtin_expect(tracing, 0)) note_memories(-1, memory.kind);
   check_bounds(pipe, memory, offset, bytes, what);
+  if (bytes != 0) check_buffer(pipe, memory, offset, bytes, what);
   if (is_quick(offset, bytes) && quick_write(pipe, memory, (uint32_t)(offset / 32))) return memory.data + offset;
   over_blocks(
       offset, bytes, [&](uint32_t block, uint32_t mask) { write_block(pipe, memory, block, mask); },

@@ -61,10 +61,12 @@ void build_memory(Core& core, const MemorySize& size) {
   Memory& memory = core.memory[size.kind];
   memory = {size.name,  size.kind,    static_cast<uint8_t*>(zero_pages(size.bytes)),
             size.bytes, size.readers, nullptr,
-            nullptr,    {},           core.group};
+            nullptr,    {},           core.group,
+            nullptr,    {}};
   memory.writer = static_cast<uint32_t*>(zero_pages(blocks * 4 * 5));
   memory.valid = memory.writer + blocks;
   for (int i = 0; i < 3; ++i) memory.reader[i] = memory.writer + (2 + i) * blocks;
+  memory.buffer = static_cast<uint64_t*>(zero_pages(blocks * 8));
 }
 
 void build_group(Group& group, int index) {
@@ -84,9 +86,9 @@ void build_group(Group& group, int index) {
       pipe.saved = -1;
     }
     for (const MemorySize& size : kCubeMemories)
-      core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group};
+      core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group, nullptr, {}};
     for (const MemorySize& size : kVectorMemories)
-      core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group};
+      core.memory[size.kind] = {size.name, size.kind, nullptr, size.bytes, 0, nullptr, nullptr, {}, &group, nullptr, {}};
     if (c == 0)
       for (const MemorySize& size : kCubeMemories) build_memory(core, size);
     else
@@ -225,6 +227,8 @@ static void start_core(Core& core, int block, int blocks, int sub_block, int rat
   core.count_mode = false;
   core.atomic_op = 0;
   core.pipe_object = nullptr;
+  core.static_where = {};
+  for (const Pipe& pipe : core.pipe) core.closed[pipe.id] = pipe.now;
   core.unit_m_set = core.unit_fix_set = false;
   core.in_vector_function = false;
   memset(core.event_ids, 0, sizeof core.event_ids);

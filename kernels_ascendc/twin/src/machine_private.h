@@ -42,6 +42,7 @@ struct SavedClocks {
 };
 
 struct Launch {
+  uint64_t number;  // of all launches of this process
   Stream* stream;
   const char* name;
   std::vector<Part> parts;

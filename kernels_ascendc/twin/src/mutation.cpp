@@ -17,8 +17,8 @@ const char* const kKindNames[kKinds] = {"SetFlag", "WaitFlag", "PipeBarrier", "C
 const char* const kPipeNames[] = {"S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX", "?"};
 
 std::vector<Site> sites;
-std::vector<std::pair<Where, Where>> pairs;
-Site chosen;
+std::vector<Partners> pairs;
+std::vector<Site> chosen;
 Change chosen_change = kNothing;
 bool recording = false;
 
@@ -32,7 +32,7 @@ std::string kernel_name() {
 std::string detail_of(Kind kind, int32_t code) {
   switch (kind) {
     case kSetFlag:
-    case kWaitFlag: return std::string(kPipeNames[code / 8]) + "_" + kPipeNames[code % 8];
+    case kWaitFlag: return event_name(code);
     case kPipeBarrier:
     case kEnQue:
     case kDeQue:
@@ -63,16 +63,18 @@ void note(Kind kind, Where where, int32_t code, int32_t value) {
 
 Change change_at(Kind kind, Where where, int32_t code, int32_t value) {
   if (recording) note(kind, where, code, value);
-  const bool here = chosen_change != kNothing && same(chosen, kind, where, code) && chosen.kernel == kernel_name();
-  return here ? chosen_change : kNothing;
+  if (chosen_change == kNothing) return kNothing;
+  for (const Site& site : chosen)
+    if (same(site, kind, where, code) && site.kernel == kernel_name()) return chosen_change;
+  return kNothing;
 }
 
-void note_partners(Where first, Where second) {
+void note_partners(const Partners& found) {
   if (!recording) return;
   const auto same_place = [](Where a, Where b) { return a.line == b.line && strcmp(a.file, b.file) == 0; };
-  for (const auto& pair : pairs)
-    if (same_place(pair.first, first) && same_place(pair.second, second)) return;
-  pairs.emplace_back(first, second);
+  for (const Partners& known : pairs)
+    if (known.event == found.event && same_place(known.first, found.first) && same_place(known.second, found.second)) return;
+  pairs.push_back(found);
 }
 
 void record() {
@@ -81,14 +83,9 @@ void record() {
   recording = active = true;
 }
 std::vector<Site> recorded() { return sites; }
-std::vector<std::pair<std::string, std::string>> recorded_partners() {
-  const auto text = [](Where w) { return std::string(w.file) + ":" + std::to_string(w.line); };
-  std::vector<std::pair<std::string, std::string>> found;
-  for (const auto& pair : pairs) found.emplace_back(text(pair.first), text(pair.second));
-  return found;
-}
-void choose(const Site& site, Change change) {
-  chosen = site;
+std::vector<Partners> recorded_partners() { return pairs; }
+void choose(const std::vector<Site>& some, Change change) {
+  chosen = some;
   chosen_change = change;
   active = true;
 }
@@ -96,6 +93,7 @@ void stop() {
   chosen_change = kNothing;
   recording = active = false;
 }
+std::string event_name(int32_t event) { return std::string(kPipeNames[event / 8]) + "_" + kPipeNames[event % 8]; }
 const char* kind_name(Kind kind) { return kKindNames[kind]; }
 
 }  // namespace twin::mutation

@@ -19,16 +19,24 @@ void bind_mutation(py::module_& m) {
       .def_readonly("highest", &mutation::Site::highest);
   m.def("record_sites", &mutation::record, "Forgets the sites recorded, and records from here on.");
   m.def("recorded_sites", &mutation::recorded);
-  m.def("recorded_partners", &mutation::recorded_partners,
-        "Pairs of file:line: what was set, filled or freed at the first was waited for at the second.");
+  m.def(
+      "recorded_partners",
+      [] {
+        py::list found;
+        const auto place = [](twin::Where w) { return std::string(w.file) + ":" + std::to_string(w.line); };
+        for (const mutation::Partners& p : mutation::recorded_partners())
+          found.append(py::make_tuple(place(p.first), place(p.second), p.event < 0 ? "" : mutation::event_name(p.event)));
+        return found;
+      },
+      "Tuples (file:line, file:line, event): what was set, filled or freed at the first was waited for at the second.");
   m.def(
       "mutate",
-      [](const mutation::Site& site, const std::string& change) {
+      [](const std::vector<mutation::Site>& sites, const std::string& change) {
         const char* const names[] = {"", "drop", "forget", "up", "down"};
         for (int i = 1; i < 5; ++i)
-          if (change == names[i]) return mutation::choose(site, static_cast<mutation::Change>(i));
+          if (change == names[i]) return mutation::choose(sites, static_cast<mutation::Change>(i));
         throw py::value_error("a change is drop, forget, up or down, got " + change);
       },
-      "mutate(site, change): kernels run with that change, drop, forget, up or down, until stop_mutation.");
+      "mutate(sites, change): kernels run with that change at these sites, drop, forget, up or down, until stop_mutation.");
   m.def("stop_mutation", &mutation::stop);
 }

@@ -12,6 +12,7 @@ uint32_t* Launch::new_foreign() {
 }
 
 void Launch::reset(Stream& s, const char* n) {
+  ++number;
   stream = &s;
   name = n;
   aborted = false;
@@ -99,10 +100,22 @@ void barrier(Core& core, PipeId id) {
     all.known.at[pipe.tid] = pipe.now;
     all.foreign = join_foreign(all.foreign, pipe.foreign);
   }
-  for (Pipe& pipe : core.pipe) learn(pipe, all);
+  for (Pipe& pipe : core.pipe) learn(pipe, all), core.closed[pipe.id] = pipe.now;
+}
+
+// The page of static tensors has such kernels end with PipeBarrier<PIPE_ALL>; TPipe does the like for the others.
+static void check_closed(const Core& core) {
+  if (core.static_where.file == nullptr) return;
+  for (const Pipe& pipe : core.pipe) {
+    if (pipe.now == core.closed[pipe.id] || told_before(core.static_where, {"closed", -5})) continue;
+    const Where last = where_now(pipe);
+    complain("%s: the kernel of InitSocState at %s:%d does not end with PipeBarrier<PIPE_ALL>; %s at %s:%d follows the last one",
+             place(core).c_str(), core.static_where.file, core.static_where.line, op_now(pipe), last.file, last.line);
+  }
 }
 
 void finish_block(Core& core) {
+  check_closed(core);
   if (core.atomic_op != 0 && !told_before(core.atomic_where, {"atomics", -3}))
     complain("%s: the kernel ends with atomics on, since %s:%d; SetAtomicNone turns them off", place(core).c_str(),
              core.atomic_where.file, core.atomic_where.line);

@@ -52,7 +52,7 @@ void wait_flag(int event, int32_t id, Where where) {
             where.file, where.line, place(*current).c_str());
   }
   flag.set = false;
-  mutation::partners(flag.where, where);
+  mutation::partners(flag.where, where, event);
   acquire(pipe, flag.released, where);
 }
 
@@ -83,6 +83,10 @@ uint32_t reserve(AscendC::TPosition position, uint32_t bytes, Where where) {
     give_up("InitBuffer at %s:%d: %s has %u bytes, %u are taken and %u more asked for", where.file, where.line,
             memory.name, memory.bytes, taken, rounded);
   taken += rounded;
+  if (offset == 0) memory.reserved.clear();
+  for (uint32_t block = offset / 32; block < taken / 32; ++block)
+    memory.buffer[block] = running_launch->number << 16 | memory.reserved.size();
+  memory.reserved.push_back(where);
   return offset;
 }
 

@@ -92,6 +92,8 @@ struct Memory {
   uint32_t* valid;
   uint32_t* reader[3];
   Group* group;
+  uint64_t* buffer;             // which buffer of which launch each 32 bytes were last given to, by InitBuffer
+  std::vector<Where> reserved;  // the InitBuffers of the running kernel, by number
 };
 
 struct Flag {
@@ -118,6 +120,8 @@ struct Core {
   bool count_mode;
   uint8_t atomic_op, atomic_type;
   Where atomic_where;  // what turned atomics on
+  Where static_where;  // InitSocState: the kernel places its tensors itself
+  uint32_t closed[kPipes];  // the last instruction of each pipe before the last PipeBarrier<PIPE_ALL>
   bool in_vector_function;
   uint32_t stores_seen;       // stores up to this number are visible to the vector function's loads
   Snapshot unit_m, unit_fix;  // what unitFlag carries between Mmad and Fixpipe

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "twin/machine.h"
@@ -46,16 +45,21 @@ inline Change at(Kind kind, Where where, int32_t code = 0, int32_t value = 0) {
 }
 inline int shift(Change change) { return change == kUp ? 1 : change == kDown ? -1 : 0; }
 
-void note_partners(Where first, Where second);
-// What released at `first` was acquired at `second`.
-inline void partners(Where first, Where second) {
-  if (__builtin_expect(active, 0)) note_partners(first, second);
+// What was released at `first` was acquired at `second`; `event` of flags inside a core, otherwise -1.
+struct Partners {
+  Where first, second;
+  int32_t event;
+};
+void note_partners(const Partners& partners);
+inline void partners(Where first, Where second, int32_t event = -1) {
+  if (__builtin_expect(active, 0)) note_partners({first, second, event});
 }
 
 void record();                                // forgets what was recorded, and records from here on
 std::vector<Site> recorded();
-std::vector<std::pair<std::string, std::string>> recorded_partners();  // as file:line
-void choose(const Site& site, Change change);  // from here on, every time the site is reached
+std::vector<Partners> recorded_partners();
+std::string event_name(int32_t event);                              // as MTE2_V
+void choose(const std::vector<Site>& sites, Change change);  // from here on, every time one of them is reached
 void stop();
 const char* kind_name(Kind kind);
 

@@ -223,6 +223,6 @@ template <Hardware hardware> class LocalMemAllocator {
                                                                       : TPosition::C2PIPE2GM;
   uint32_t next_ = 0;
 };
-inline void InitSocState() {}
+inline void InitSocState(TWIN_HERE) { twin::current->static_where = where; }
 
 }  // namespace AscendC
