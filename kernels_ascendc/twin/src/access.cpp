@@ -38,14 +38,14 @@ std::string describe(const Group& group, uint32_t epoch) {
   const Record* record = record_of(group, epoch);
   char text[320];
   snprintf(text, sizeof text, "%s at %s:%d (pipe %s of %s)", record ? kOpNames[record->op] : "an instruction",
-           record ? record->file : "?", record ? record->line : 0, kPipeNames[tid % 8],
+           record ? record->where().file : "?", record ? record->line : 0, kPipeNames[tid % 8],
            place(group.core[tid / 8]).c_str());
   return text;
 }
 
 Where site(const Group& group, uint32_t epoch) {
   const Record* record = record_of(group, epoch);
-  return record ? Where{record->file, record->line} : Where{"?", 0};
+  return record ? record->where() : Where{"?", 0};
 }
 
 void report_race(const Pipe& pipe, const Memory& memory, uint32_t block, uint32_t earlier, const char* kinds) {
@@ -183,6 +183,12 @@ bool quick_write(const Pipe& pipe, const Memory& memory, uint32_t first) {
 bool is_quick(uint64_t offset, uint64_t bytes) { return offset % 32 == 0 && bytes == kQuick * 32; }
 
 }  // namespace
+
+const uint8_t* load_quick(Pipe& pipe, Memory& memory, uint64_t offset) {
+  const int slot = reader_slot(memory, pipe.id);
+  if (slot < 0 || memory.data == nullptr || offset + kQuick * 32 > memory.bytes || offset % 32 != 0) return nullptr;
+  return quick_read(pipe, memory, (uint32_t)(offset / 32), slot) ? memory.data + offset : nullptr;
+}
 
 const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what) {
   if (__builtin_expect(tracing, 0)) note_memories(memory.kind, -1);

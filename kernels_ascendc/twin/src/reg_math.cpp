@@ -21,11 +21,12 @@ void trace(Op op, Where where, Type type) {
           kTypeNames[type]);
 }
 
-// Takes the active lanes of `result`; the others become zero, or stay when merging.
+// Takes the active lanes of `result`; the others become zero, or stay when merging. With all active the result may lie
+// in the register already.
 void commit(Register& d, const uint8_t* result, const uint64_t* valid, const ByteMask& active, bool merge) {
   if (is_full(active)) {
-    memcpy(d.bytes, result, 256);
-    memcpy(d.valid, valid, sizeof d.valid);
+    if (result != d.bytes) memcpy(d.bytes, result, 256);
+    memmove(d.valid, valid, sizeof d.valid);
     return;
   }
   for (int i = 0; i < 256; ++i) {
@@ -72,15 +73,17 @@ void reg_binary(Op op, int lane_op, Type type, Register& d, const Register& a, c
   const BinaryLanes f = lanes().binary[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
   trace(op, where, type);
-  alignas(64) uint8_t out[256];
+  const ByteMask active = spread(mask, kTypeBytes[type]);
+  alignas(64) uint8_t room[256];
+  uint8_t* out = is_full(active) ? d.bytes : room;
   uint64_t valid[4];
   for (int i = 0; i < 4; ++i) valid[i] = a.valid[i] & b.valid[i];
   if (lane_op == kMulAddDst) {
-    memcpy(out, d.bytes, 256);
+    if (out == room) memcpy(room, d.bytes, 256);
     for (int i = 0; i < 4; ++i) valid[i] &= d.valid[i];
   }
   f(out, a.bytes, b.bytes, 256 / kTypeBytes[type]);
-  commit(d, out, valid, spread(mask, kTypeBytes[type]), merge);
+  commit(d, out, valid, active, merge);
 }
 
 void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, const Mask& mask, bool merge,
@@ -89,9 +92,11 @@ void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, co
   const UnaryLanes f = lanes().unary[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
   trace(op, where, type);
-  alignas(64) uint8_t out[256];
+  const ByteMask active = spread(mask, kTypeBytes[type]);
+  alignas(64) uint8_t room[256];
+  uint8_t* out = is_full(active) ? d.bytes : room;
   f(out, a.bytes, 256 / kTypeBytes[type]);
-  commit(d, out, a.valid, spread(mask, kTypeBytes[type]), merge);
+  commit(d, out, a.valid, active, merge);
 }
 
 void reg_scalar(Op op, int lane_op, Type type, Register& d, const Register& a, const void* scalar, const Mask& mask,
@@ -100,15 +105,17 @@ void reg_scalar(Op op, int lane_op, Type type, Register& d, const Register& a, c
   const ScalarLanes f = lanes().scalar[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
   trace(op, where, type);
-  alignas(64) uint8_t out[256];
+  const ByteMask active = spread(mask, kTypeBytes[type]);
+  alignas(64) uint8_t room[256];
+  uint8_t* out = is_full(active) ? d.bytes : room;
   uint64_t valid[4];
   memcpy(valid, a.valid, sizeof valid);
   if (lane_op == kAxpy) {
-    memcpy(out, d.bytes, 256);
+    if (out == room) memcpy(room, d.bytes, 256);
     for (int i = 0; i < 4; ++i) valid[i] &= d.valid[i];
   }
   f(out, a.bytes, scalar, 256 / kTypeBytes[type]);
-  commit(d, out, valid, spread(mask, kTypeBytes[type]), merge);
+  commit(d, out, valid, active, merge);
 }
 
 void reg_fill(Type type, Register& d, const void* scalar, const Mask& mask, bool merge, Where where) {

@@ -102,11 +102,13 @@ void trace_arrival(const Core& core, const Snapshot& arrived, uint64_t round, Wh
   push(row);
 }
 
-// The whole of a vector function at its end: a row for each kind of instruction, then one that closes it.
+// The whole of a vector function at its end: a row for each kind of instruction, then one that closes it and bears the
+// place of its first instruction.
 void trace_vector_function(Pipe& pipe, Where where) {
-  for (TraceRow& row : registers) row.clock = pipe.now, push(row);
-  registers.clear();
   TraceRow row = row_of(pipe, op_VectorFunction, where);
+  for (TraceRow& inside : registers) inside.clock = pipe.now, push(inside);
+  if (!registers.empty()) row.file = registers[0].file, row.line = registers[0].line;
+  registers.clear();
   push(row);
 }
 

@@ -55,10 +55,17 @@ struct Snapshot {
   Where where;             // of a flag between cores: what set it
 };
 
+// An instruction's number and place in 8 bytes, since every instruction leaves one: the name of its file lies so many
+// bytes from kOpNames, in the same library.
 struct Record {
-  const char* file;
-  int32_t line;
-  uint16_t op, extra;
+  int32_t file;
+  uint16_t line, op;
+
+  static Record of(Where where, Op op) {
+    const intptr_t away = (intptr_t)where.file - (intptr_t)kOpNames;
+    return {(int32_t)away, (uint16_t)(where.line < 65535 ? where.line : 65535), op};
+  }
+  Where where() const { return {(const char*)((intptr_t)kOpNames + file), line}; }
 };
 
 struct Core;
@@ -172,13 +179,13 @@ inline Pipe& begin(PipeId id, Op op, Where where) {
   Pipe& pipe = current->pipe[id];
   ++pipe.now;
   if (pipe.self_ordered) pipe.known.at[pipe.tid] = pipe.now;
-  pipe.history.push_back({where.file, where.line, op, 0});
+  pipe.history.push_back(Record::of(where, op));
   return pipe;
 }
 inline void done(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work) {
   if (__builtin_expect(tracing, 0)) trace_instruction(pipe, op, where, bytes, work);
 }
-inline Where where_now(const Pipe& pipe) { return {pipe.history.back().file, pipe.history.back().line}; }
+inline Where where_now(const Pipe& pipe) { return pipe.history.back().where(); }
 inline const char* op_now(const Pipe& pipe) { return kOpNames[pipe.history.back().op]; }
 
 Snapshot release(const Pipe& pipe);
@@ -188,6 +195,8 @@ void barrier(Core& core, PipeId id);                                  // kAll fo
 
 // Accesses: check bounds, shadows and order, and give the address. `what` names the operand in messages.
 const uint8_t* load(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what);
+// 256 bytes that one instruction wrote in full and that the pipe may read; null when anything else must be looked at.
+const uint8_t* load_quick(Pipe& pipe, Memory& memory, uint64_t offset);
 uint8_t* store(Pipe& pipe, Memory& memory, uint64_t offset, uint64_t bytes, const char* what);
 // Only the bytes whose bits are set in `bytes_of_block`, inside the 32-byte block at `offset`.
 uint8_t* store_some(Pipe& pipe, Memory& memory, uint64_t offset, uint32_t bytes_of_block, const char* what);
