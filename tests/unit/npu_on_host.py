@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ from deepinfer_ascend import npu, npu_library, twin
 from deepinfer_ascend.backend import AscendBackend
 from deepinfer_ascend.npu_communicator import HcclCommunicator
 from deepinfer_hal import proofs
+from deepinfer_hal.card import get_card
 from deepinfer_hal.communicator import Communicator
+from deepinfer_hal.kernel import Kernel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/ascend"))
 import fake_torch_npu  # noqa: E402
@@ -59,6 +62,26 @@ def open_with_library(spec: str):
     npu_library.LIBRARY = Path(twin.module().__file__)
     npu_library.description = lambda: json.loads(spec)
     return NpuOnHost(), 0
+
+
+def open_with_a_fault(spec: str):
+    """The NPU device with one kernel that fails as a device does, once in all: the file `spec` remembers. From then on
+    nothing works in that process."""
+    stand_in()
+    card, dead = get_card("stream_collapse"), []
+
+    def faulty(*args):
+        if dead or not Path(spec).exists():
+            Path(spec).touch()
+            dead.append(True)
+            raise RuntimeError("ACL stream synchronize failed, error code:507035")
+        card.reference(*args)
+
+    class Faulty(NpuOnHost):
+        def kernels(self, index: int) -> Sequence[Kernel]:
+            return [Kernel(card.name, "faulty", faulty, "faulty")]
+
+    return Faulty(), 0
 
 
 def open_candidates(spec: str):

@@ -181,6 +181,15 @@ def test_kernels_of_a_library_are_bound_and_right():
     assert all(kernel["capturable"] for kernel in run.subject["kernels"])
 
 
+def test_a_case_that_loses_the_device_takes_no_other_case_along(tmp_path):
+    opener = "tests.unit.npu_on_host:open_with_a_fault"
+    run = run_suite(Plan(spec=str(tmp_path / "happened"), opener=opener, ops=("stream_collapse",), checks=("values",)))
+    verdicts = [result.verdict for result in run.results]
+    assert verdicts.count("fail") == 1 and verdicts.count("pass") >= 2 and set(verdicts) <= {"fail", "pass", "not-run"}
+    (failed,) = [result for result in run.results if result.verdict == "fail"]
+    assert "507035" in failed.failures["values"]
+
+
 # ---------------------------------------------------------------------------------------- errors
 
 

@@ -254,6 +254,8 @@ def _products() -> Iterator[Probe]:
     for kind in ("float", "bf16", "e4m3"):
         yield _product(kind, "a_transposed", 32, 64, 64, a_transposed=1)
         yield _product(kind, "b_transposed", 32, 64, 64, b_transposed=1)
+    for kind in ("e4m3", "mx_e4m3"):
+        yield _product(kind, "subnormal", 32, 48, 128, codes=8)
     yield _product("mix", "", 32, 64, 64)
     yield _product("bf16", "order", 32, 32, 128, whole=False)
     yield _product("mx_e4m3", "order", 32, 32, 128, whole=False)
@@ -264,6 +266,8 @@ def _product(kind: str, variant: str, m: int, n: int, k: int, whole: bool = True
     rng, dtype = _rng(name), _STORED.get(kind, ml_dtypes.bfloat16)
     if kind == "mx_e2m1":
         a, b = (rng.integers(0, 256, (rows, k // 2)).astype(np.uint8) for rows in (m, n))
+    elif "codes" in call:  # the smallest codes of the type, which are its subnormal values
+        a, b = (rng.integers(0, call["codes"], (rows, k)).astype(np.uint8) for rows in (m, n))
     else:
         draw = (lambda s: rng.integers(-4, 5, s)) if whole else rng.standard_normal
         a, b = (draw((rows, k)).astype(np.float32).astype(dtype) for rows in (m, n))

@@ -192,7 +192,7 @@ def _open(plan: Plan) -> tuple[_Worker, dict[str, Any]]:
 
 
 def _run_batch(worker: _Worker, plan: Plan, items: list[Item], run: Run, listen: Listener) -> int:
-    """Results of every item of a batch; _BatchDied counts those that have one when the worker died."""
+    """Results of every item of a batch; _BatchDied counts those that have one when the worker died or lost its device."""
     done, check, started = 0, "", time.monotonic()
     try:
         worker.send({"do": "run", "items": [vars(item) for item in items]})
@@ -205,6 +205,9 @@ def _run_batch(worker: _Worker, plan: Plan, items: list[Item], run: Run, listen:
             elif "result" in answer:
                 _add(run, CaseResult.from_dict(answer["result"]), listen)
                 done, started = done + 1, time.monotonic()
+            elif "lost" in answer:
+                worker.stop()
+                raise _BatchDied(done)
             else:
                 return done
     except _Died as died:

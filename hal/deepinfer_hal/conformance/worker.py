@@ -3,6 +3,9 @@
     {"do": "open", "plan": {...}}  -> {"opened": {...}} or {"error": "...", "kind": "..."}
     {"do": "run", "items": [...]}  -> {"start": n}, {"check": name}, {"result": {...}} for each, then {"done": true}
 
+A kernel that fails on its device can leave nothing there that works for this process. Then {"lost": true} follows its
+result and the process ends, so that the next cases are judged by one whose device works.
+
 Whatever a kernel prints goes to standard error, so that it cannot break the protocol.
 """
 
@@ -34,6 +37,9 @@ def main() -> int:
         elif session is not None:
             for item in command["items"]:
                 session.run(item)
+                if session.lost:
+                    send({"lost": True})
+                    return 0
             send({"done": True})
     return 0
 
@@ -68,6 +74,7 @@ class Session:
         from deepinfer_hal.conformance.plan import subjects
 
         self.plan, self.backend, self.index, self.send = plan, backend, index, send
+        self.lost = False
         self.subjects = subjects(backend, index, plan.reference)
 
     def run(self, values: dict[str, Any]) -> None:
@@ -77,6 +84,8 @@ class Session:
         item = Item(**values)
         self.send({"start": item.id})
         result = self._system(item) if item.source == SYSTEM else self._case(item)
+        told = [RuntimeError(text) for text in result.failures.values()]
+        self.lost = any(self.backend.classify_error(error) == "device_lost" for error in told)
         self.send({"result": result.to_dict()})
 
     def _case(self, item: Any) -> Any:

@@ -1,0 +1,55 @@
+"""The bring-up script: its steps run without an NPU through the same code, and a step that fails says what to send."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import probes
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tools/ascend/bringup.sh"
+STEPS = "versions twin build probe-builds probes smoke conformance vendor-ops generate".split()
+
+pytestmark = pytest.mark.skipif(probes.missing() is not None, reason=str(probes.missing()))
+
+
+def bring_up(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(SCRIPT), f"--out={out}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_some_steps_without_an_npu(tmp_path):
+    done = bring_up(tmp_path / "out", "--twin", "--steps=build,vendor-ops,generate")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = (tmp_path / "out/summary.txt").read_text()
+    assert re.findall(r"^(\S+) +ok", summary, re.MULTILINE) == ["build", "vendor-ops"] and "generate     needs an NPU" in summary
+    with tarfile.open(tmp_path / "out.tar.gz") as archive:
+        assert {"out/build.log", "out/vendor-ops.log", "out/summary.txt"} <= set(archive.getnames())
+
+
+def test_a_step_that_fails_names_its_log_and_what_to_send(tmp_path):
+    done = bring_up(tmp_path / "out", "--device=0", "--steps=smoke")
+    assert done.returncode == 1 and re.search(r"^smoke +FAILED", done.stdout, re.MULTILINE), done.stdout
+    assert f"smoke: send {tmp_path}/out/smoke.log and" in done.stdout
+    assert "has no device 0" in (tmp_path / "out/smoke.log").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_every_step_without_an_npu(tmp_path):
+    done = bring_up(tmp_path / "out", "--twin")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r" ok ", (tmp_path / "out/summary.txt").read_text())) == len(STEPS) - 1
+
+
+def test_the_page_has_a_row_for_every_step():
+    page = (ROOT / "docs/ascend-bringup.md").read_text(encoding="utf-8")
+    script = SCRIPT.read_text(encoding="utf-8")
+    assert all(f"\n| {step} | " in page for step in STEPS) and f"steps={','.join(STEPS)}" in script
