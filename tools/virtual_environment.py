@@ -54,7 +54,7 @@ def _make(name: str, folder: Path, shared: str, packages: list[str], with_depend
         _run(name, [sys.executable, "-m", "venv", str(folder)])
         (_site_packages(folder) / "maker.pth").write_text(f"{shared}\n", encoding="utf-8")
         flags = [] if with_dependencies else ["--no-deps"]
-        _run(name, [str(python), "-m", "pip", "install", "-q", *flags, *packages])
+        _run(name, [str(python), "-m", "pip", "install", "-q", "--retries", "1", *flags, *packages])
     except EnvironmentFailed:
         shutil.rmtree(folder, ignore_errors=True)
         raise
