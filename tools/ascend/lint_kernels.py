@@ -36,7 +36,7 @@ RULES = {
 _INCLUDES = re.compile(r'"(?:di_\w+|kernel_operator)\.h"|<stdio\.h>')
 _WORDS = {
     "std": {"std"},
-    "exception": {"throw", "try", "catch", "noexcept"},
+    "exception": {"throw", "try", "catch"},
     "heap": {"new", "delete"},
     "virtual": {"virtual", "override", "dynamic_cast", "typeid"},
     "double": {"double"},
