@@ -168,6 +168,10 @@ def test_a_library_for_another_architecture_is_not_loaded(calls, monkeypatch, tm
     (tmp_path / "libdeepinfer_npu.json").write_text('{"architecture": "dav-2201", "cann": "9.0.0"}')
     assert "found dav-2201, built with CANN 9.0.0" in str(npu_library.part())
     assert npu_library.kernels(0, torch.device("cpu")) == ()
+    told = {"architecture": "dav-3510", "cann": "9.2.0", "failed": ["rope"], "sources": "0" * 16}
+    (tmp_path / "libdeepinfer_npu.json").write_text(json.dumps(told))
+    part = npu_library.part()
+    assert part.ok and "without rope, which did not compile, from other sources" in part.found
 
 
 @needs_twin
@@ -179,6 +183,7 @@ def test_kernels_of_a_library_are_bound_and_right():
     served = {result.op for result in run.results if result.verdict == "pass" and result.provider == "ascendc"}
     assert served == {"embedding_gather", "stream_collapse"} and run.exit_status() == 0, [r.line() for r in run.results]
     assert all(kernel["capturable"] for kernel in run.subject["kernels"])
+    assert not {"ep_dispatch", "ep_combine"} & {kernel["op"] for kernel in run.subject["kernels"]}
 
 
 def test_a_case_that_loses_the_device_takes_no_other_case_along(tmp_path):

@@ -6,6 +6,7 @@
 # probe is a library of its own, for the same reason. Logs are kept under build/npu. State: written, never run with CANN.
 # Exit 0: all compiled; 1: some did not, the log names them; 2: there is no compiler, or no library could be made.
 set -uo pipefail
+export LC_ALL=C  # the order of files, which the digest of the sources depends on
 root=$(cd "$(dirname "$0")/../.." && pwd)
 arch=dav-3510 dry= probes=
 for argument in "$@"; do

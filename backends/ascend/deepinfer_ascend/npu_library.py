@@ -7,6 +7,7 @@ architecture and with which CANN. It exports the symbols of the twin's library, 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from deepinfer_hal.c_abi import CLibrary
+from deepinfer_hal.card import get_card
 from deepinfer_hal.errors import BackendUnavailable
 from deepinfer_hal.kernel import Kernel
 
@@ -45,7 +47,22 @@ def part() -> npu.Part:
     except BackendUnavailable as error:
         return npu.Part("kernel library", wanted, str(error), False)
     architecture, cann = told.get("architecture", "no architecture"), told.get("cann", "unknown")
-    return npu.Part("kernel library", wanted, f"{architecture}, built with CANN {cann}", architecture == ARCHITECTURE)
+    found = f"{architecture}, built with CANN {cann}"
+    if told.get("failed"):
+        found += f", without {', '.join(told['failed'])}, which did not compile"
+    if sources_digest() not in (None, told.get("sources")):
+        found += ", from other sources than those beside it: build it again"
+    return npu.Part("kernel library", wanted, found, architecture == ARCHITECTURE)
+
+
+def sources_digest() -> str | None:
+    """Of the kernels' sources as build_npu.sh reads them, or None where the package is not in its source tree."""
+    folder = Path(__file__).resolve().parents[3] / "kernels_ascendc"
+    if not folder.is_dir():
+        return None
+    groups = (folder.glob("*.asc"), folder.glob("*.h"), (folder / "npu/include").glob("*.h"))
+    text = b"".join(path.read_bytes() for group in groups for path in sorted(group))
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 @functools.cache
@@ -62,7 +79,13 @@ def library(index: int, device: torch.device) -> CLibrary:
 
 
 def kernels(index: int, device: torch.device) -> Sequence[Kernel]:
-    """One kernel for every op that the library exports; none while there is no library for this architecture."""
+    """One kernel for every op that the library exports; none while there is no library for this architecture.
+
+    Ops between ranks are left out: their kernels reach into windows of other ranks, which nothing here opens on NPUs.
+    Their references run over HCCL.
+    """
     if not part().ok:
         return ()
-    return library(index, device).kernels("ascendc", invariant="yes", capturable=True, priority=100, supports=support.answer)
+    statements = {"invariant": "yes", "capturable": True, "priority": 100, "supports": support.answer}
+    made = library(index, device).kernels("ascendc", **statements)
+    return [kernel for kernel in made if "comm" not in get_card(kernel.op).arg_names]
