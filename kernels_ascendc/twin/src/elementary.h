@@ -42,7 +42,7 @@ static inline ExpParts exp_parts(float x) {
   p = fused_of(p, r, 4.1668388053e-2f);
   p = fused_of(p, r, 1.6666520631e-1f);
   p = fused_of(p, r, 4.9999993448e-1f);
-  return {fused_of(p, r * r, r) + 1.0f, shifted};
+  return {fused_of(fused_of(p, r, 1.0f), r, 1.0f), shifted};
 }
 
 static inline float exp_of(float x) {
