@@ -31,10 +31,11 @@ enum class Weights {
 };
 
 struct Product {
-  __gm__ uint8_t *x, *x_scales, *w, *w_scales, *out;
+  __gm__ uint8_t *x, *x_scales, *w, *w_scales, *out, *out_scales;
   __gm__ int32_t *count, *offsets;  // offsets: rows of x are those of group g; otherwise all rows meet every group
   int64_t x_stride, x_group, out_stride, out_group;  // items between rows, and between the groups' columns
-  int64_t x_scale_stride, w_stride;                  // bytes between rows of scales; items between rows of weights
+  int64_t x_scale_stride, out_scale_stride;          // bytes between rows of scales
+  int64_t w_stride;                                  // items between rows of weights
   int64_t w_group, w_scale_group;                    // bytes between groups
   int32_t groups, first_row, last_row, n, k;         // only rows from first_row up to last_row
   int32_t columns, chunk_bytes;                      // of a tile: its columns, and how much of K a stage of L1 holds
@@ -94,8 +95,13 @@ template <> struct L0Item<fp8_e4m3fn_t, true> {
   using Type = AscendC::mx_fp8_e4m3_t;
 };
 
+// Results go to global memory; di_encode.h has a sender for those that the vector cores take on.
+struct NoSender {
+  static constexpr bool kSends = false;
+};
+
 // T: operands, C: result; kMx: both are e4m3 with scales.
-template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
+template <class T, class C, bool kMx, Weights kWeights, class Sender = NoSender> class CubeProduct {
  public:
   using L0 = typename L0Item<T, kMx>::Type;
   static constexpr int32_t kLine = 32 / sizeof(T), kStep = kStepBytes / sizeof(T);
@@ -114,6 +120,7 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
     }
     for (int32_t i = 0; i < kStages; ++i) WaitFlag<HardEvent::MTE1_MTE2>(i);
     for (int32_t i = 0; i < 2; ++i) WaitFlag<HardEvent::M_MTE1>(i), WaitFlag<HardEvent::FIX_M>(i);
+    if constexpr (Sender::kSends) sender_.Finish();
     PipeBarrier<PIPE_ALL>();
   }
 
@@ -234,19 +241,25 @@ template <class T, class C, bool kMx, Weights kWeights> class CubeProduct {
 
   __aicore__ void Store(const TileCursor& t) {
     using namespace AscendC;
-    __gm__ C* out = (__gm__ C*)p_.out + t.row * p_.out_stride + t.group * p_.out_group + t.column;
     for (int32_t panel = 0; panel * kPanelColumns < t.columns; ++panel) {
-      FixpipeParamsArch3510<CO2Layout::ROW_MAJOR> p;
-      p.nSize = PanelColumns(t, panel), p.mSize = t.rows, p.srcStride = AlignUp(t.rows, 16), p.dstStride = p_.out_stride;
-      if constexpr (sizeof(C) == 2) p.quantPre = QuantMode_t::F322BF16;
       WaitFlag<HardEvent::M_FIX>((panels_ + panel) % 2);
-      Fixpipe<C, float, CFG_ROW_MAJOR>(Global<C>(out + panel * kPanelColumns), Result(panel), p);
+      if constexpr (Sender::kSends) sender_.Send(Result(panel), t.rows, PanelColumns(t, panel));
+      else ToGlobal(t, panel);
       SetFlag<HardEvent::FIX_M>((panels_ + panel) % 2);
     }
     panels_ += (t.columns + kPanelColumns - 1) / kPanelColumns;
   }
+  __aicore__ void ToGlobal(const TileCursor& t, int32_t panel) {
+    using namespace AscendC;
+    __gm__ C* out = (__gm__ C*)p_.out + t.row * p_.out_stride + t.group * p_.out_group + t.column + panel * kPanelColumns;
+    FixpipeParamsArch3510<CO2Layout::ROW_MAJOR> p;
+    p.nSize = PanelColumns(t, panel), p.mSize = t.rows, p.srcStride = AlignUp(t.rows, 16), p.dstStride = p_.out_stride;
+    if constexpr (sizeof(C) == 2) p.quantPre = QuantMode_t::F322BF16;
+    Fixpipe<C, float, CFG_ROW_MAJOR>(Global<C>(out), Result(panel), p);
+  }
 
   Product p_;
+  Sender sender_;
   int32_t loaded_ = 0, multiplied_ = 0, steps_ = 0, panels_ = 0;
   int32_t scales_loaded_ = 0, scales_used_ = 0, scales_ = 0;
 };

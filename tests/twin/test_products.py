@@ -63,7 +63,7 @@ def test_more_rows_and_columns_than_a_tile_holds(x, w):
 def test_rows_that_pass_the_workspace_go_in_slabs():
     """A float32 row of 32768 columns takes 128 KiB, and the workspace has 64 MiB: 512 rows fit."""
     card = get_card("linear")
-    case = Case("linear", dict(T=516, K=64, N=32768, x="u8", w="fp8_block32", out="u8", count=515))
+    case = Case("linear", dict(T=516, K=64, N=32768, x="u8", w="fp4_row32", out="u8", count=515))
     args = card.generate(case, 4, "cpu", prepare)
     twin.bind(card)(**args)
     untouched = torch.full((32768,), 0xAA, dtype=torch.uint8)
@@ -73,6 +73,22 @@ def test_rows_that_pass_the_workspace_go_in_slabs():
         one = dict(args, x=args["x"][row : row + 1], x_scale=args["x_scale"][row : row + 1], count=None)
         twin.bind(card)(**dict(one, out=codes, out_scale=scales))
         assert torch.equal(codes[0], args["out"][row]) and torch.equal(scales[0], args["out_scale"][row])
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 64), (37, 192), (290, 448)])
+def test_a_result_quantised_on_its_way_out_has_the_bits_of_one_that_is_quantised_later(rows, n):
+    card = get_card("linear")
+    args = card.generate(Case("linear", dict(T=rows, K=128, N=n, x="u8", w="fp8_block32", out="u8")), 6, "cpu", prepare)
+    args["x_scale"][rows // 2] = 255  # a row of NaN
+    args["x"][rows - 1] = 0 if rows > 1 else args["x"][rows - 1]
+    wide = torch.empty(rows, n)
+    for cores, seed in ((36, 1), (3, 8)):
+        stream = twin.module().Stream(cores=cores, seed=seed)
+        twin.bind(card)(**args, stream=stream)
+        twin.bind(card)(**dict(args, out=wide, out_scale=None), stream=stream)
+        codes, scales = formats.quantise(wide, "fp8_32")
+        assert torch.equal(args["out"], codes) and torch.equal(args["out_scale"], scales)
+    assert bool((scales[rows // 2] == 255).all())
 
 
 def test_every_fp4_code_and_scale_reaches_the_product_exactly():
@@ -138,10 +154,10 @@ def test_fp4_scales_that_the_shift_cannot_hold_stay_as_they_are_and_are_refused(
         twin.bind(get_card("linear"))(x, None, handle, None, out, None)
 
 
-def plan(n: int, groups: int, rows: int, cores: int) -> list[int]:
+def plan(n: int, groups: int, rows: int, cores: int, step: int = 16) -> list[int]:
     """Columns of a tile, cores in use, bytes of K in a stage."""
     found = (ctypes.c_int32 * 3)()
-    ctypes.CDLL(twin.module().__file__).di_plan_matmul(*(ctypes.c_int64(i) for i in (n, groups, rows, cores)), found)
+    ctypes.CDLL(twin.module().__file__).di_plan_matmul(*(ctypes.c_int64(i) for i in (n, groups, rows, cores, step)), found)
     return list(found)
 
 
