@@ -77,7 +77,8 @@ def pack_weight(weight: WeightHandle) -> tuple[bytes, bytes]:
 class CLibrary:
     """A loaded library. `stream` is the pointer that every call passes on (None: NULL), or gives it for each call.
 
-    workspace: pointer and bytes that every call may use; calls on one stream are in order, so one is enough for it.
+    workspace: pointer and bytes that every call may use, or what gives them for the call's stream: calls on one stream are in
+    order, so one is enough for it.
     pack, pack_weight: how a tensor and a weight handle become di_tensor bytes; another backend may put its own here.
     """
 
@@ -87,7 +88,7 @@ class CLibrary:
         stream: int | Callable[[], int] | None = None,
         pack: Callable[[torch.Tensor | None], bytes] = pack_tensor,
         pack_weight: Callable[[WeightHandle], tuple[bytes, bytes]] = pack_weight,
-        workspace: tuple[int, int] = (0, 0),
+        workspace: tuple[int, int] | Callable[[int | None], tuple[int, int]] = (0, 0),
     ) -> None:
         self.path, self.stream, self.pack, self.pack_weight = Path(path), stream, pack, pack_weight
         self.workspace = workspace
@@ -140,7 +141,8 @@ class CLibrary:
             )  # fmt: skip
             message = ctypes.create_string_buffer(_MESSAGE_BYTES)
             stream = self.stream() if callable(self.stream) else self.stream
-            status = symbol(b"".join(tensors), len(tensors), ctypes.byref(params), stream, *self.workspace, message)
+            room = self.workspace(stream) if callable(self.workspace) else self.workspace
+            status = symbol(b"".join(tensors), len(tensors), ctypes.byref(params), stream, *room, message)
             if status:
                 text = message.value.decode(errors="replace") or f"status {status}"
                 raise _ERRORS.get(status, BackendError)(f"{name}: {text}")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import torch
 from deepinfer_ascend import npu, npu_library, twin
 from deepinfer_ascend.backend import AscendBackend
 from deepinfer_ascend.npu_communicator import HcclCommunicator
-from deepinfer_hal import proofs
+from deepinfer_hal import proofs, registry
 from deepinfer_hal.card import get_card
 from deepinfer_hal.communicator import Communicator
 from deepinfer_hal.kernel import Kernel
@@ -108,3 +109,17 @@ def define_vendor_ops(spec: str) -> None:
     library.impl("npu_mhc_post", post, "CPU")
     define_vendor_ops.kept = library
 
+
+def generate(backend: str, tokens: int) -> list[int]:
+    """Greedy tokens of nano with the references forbidden: `ascend:0` is the NPU device over the twin's library, bound as
+    CANN's would be, `ascend:twin` the twin. The NPU's comes first in a process: the twin's own binding then minds the
+    bounds of its own calls."""
+    from deepinfer import LLM, SamplingParams
+
+    if backend == "ascend:0":
+        open_with_library(json.dumps({"architecture": "dav-3510", "cann": "9.2.0"}))
+        entry = EntryPoint("ascend", f"{__name__}:NpuOnHost", registry.GROUP)
+        registry._entries = lambda: {"ascend": entry}
+    llm = LLM("nano", backend=backend, max_model_len=128, fallback="forbid")
+    (output,) = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=tokens))
+    return list(output.outputs[0].token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,13 @@ def test_a_library_for_another_architecture_is_not_loaded(calls, monkeypatch, tm
     assert part.ok and "without rope, which did not compile, from other sources" in part.found
 
 
+def test_each_stream_has_a_workspace_that_stays_where_it_is(monkeypatch):
+    monkeypatch.setattr(npu_library, "WORKSPACE_BYTES", 4096)
+    rooms = npu_library.Workspaces(torch.device("cpu"))
+    first, second = rooms(16), rooms(32)
+    assert first != second and first[1] == 4096 and (rooms(16), rooms(32)) == (first, second)
+
+
 @needs_twin
 def test_kernels_of_a_library_are_bound_and_right():
     told = json.dumps({"architecture": "dav-3510", "cann": "9.2.0"})
@@ -184,6 +192,15 @@ def test_kernels_of_a_library_are_bound_and_right():
     assert served == {"embedding_gather", "stream_collapse"} and run.exit_status() == 0, [r.line() for r in run.results]
     assert all(kernel["capturable"] for kernel in run.subject["kernels"])
     assert not {"ep_dispatch", "ep_combine"} & {kernel["op"] for kernel in run.subject["kernels"]}
+
+
+@needs_twin
+def test_nano_generates_the_same_text_through_the_npus_binding_as_on_the_twin():
+    code = "from tests.unit.npu_on_host import generate; print(generate('ascend:0', 6), generate('ascend:twin', 6), sep='|')"
+    environment = {**os.environ, "PYTHONPATH": ":".join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
+    through_npu, on_twin = done.stdout.strip().splitlines()[-1].split("|")
+    assert through_npu == on_twin and len(json.loads(on_twin)) == 6
 
 
 def test_a_case_that_loses_the_device_takes_no_other_case_along(tmp_path):
