@@ -265,6 +265,10 @@ void valid_bytes(const Memory& memory, uint64_t first_block, uint64_t blocks, ui
 void move_blocks(Pipe& pipe, Memory& from, uint64_t source, Memory& to, uint64_t target, uint64_t bytes) {
   const uint8_t* data = load_unchecked(pipe, from, source, bytes, "the source");
   memcpy(store(pipe, to, target, bytes, "the destination"), data, bytes);
+  const uint32_t *writer = from.writer + source / 32, *valid = from.valid + source / 32, w = writer[0];
+  uint32_t differs = 0, holes = 0;
+  for (uint64_t b = 0; b < bytes / 32; ++b) differs |= writer[b] ^ w, holes |= ~valid[b];
+  if ((differs | holes) == 0 && fresh(from, w)) return;  // all written, as store has noted
   for (uint64_t b = 0; b < bytes / 32; ++b)
     to.valid[target / 32 + b] = fresh(from, from.writer[source / 32 + b]) ? from.valid[source / 32 + b] : 0;
 }

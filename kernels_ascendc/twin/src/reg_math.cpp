@@ -44,26 +44,30 @@ void commit_all(Register& d, const uint8_t* result) {
 
 }  // namespace
 
+// The lowest bit of every element, of a size of 1, 2, 4 or 8 bytes.
+static uint64_t lowest_bits(int unit) {
+  return unit == 1   ? ~0ull
+         : unit == 2 ? 0x5555555555555555ull
+         : unit == 4 ? 0x1111111111111111ull
+                     : 0x0101010101010101ull;
+}
+
+Mask mask_of_count(uint32_t count, int unit) {
+  Mask mask;
+  const uint64_t lowest = lowest_bits(unit), bits = (uint64_t)count * (uint64_t)unit;
+  for (uint64_t i = 0; i < 4 && bits > i * 64; ++i)
+    mask.bits[i] = bits - i * 64 >= 64 ? lowest : lowest & ((uint64_t(1) << (bits - i * 64)) - 1);
+  return mask;
+}
+
 Mask mask_of(int pattern, int unit) {
   const int n = 256 / unit;
   static const int kCounts[] = {0, 1, 2, 3, 4, 8, 16, 32, 64, 128};
+  if (pattern <= 9) return mask_of_count((uint32_t)(pattern == 0 ? n : kCounts[pattern]), unit);
+  if (pattern == 12 || pattern == 13) return mask_of_count((uint32_t)(pattern == 12 ? n / 2 : n / 4), unit);
   Mask mask;
-  for (int i = 0; i < n; ++i) {
-    const bool on = pattern == 0    ? true
-                    : pattern <= 9  ? i < kCounts[pattern]
-                    : pattern == 10 ? i % 3 == 0
-                    : pattern == 11 ? i % 4 == 0
-                    : pattern == 12 ? i < n / 2
-                    : pattern == 13 ? i < n / 4
-                                    : false;
-    if (on) mask.bits[i * unit / 64] |= uint64_t(1) << (i * unit % 64);
-  }
-  return mask;
-}
-Mask mask_of_count(uint32_t count, int unit) {
-  Mask mask;
-  for (uint32_t i = 0; i < count && i < 256u / (uint32_t)unit; ++i)
-    mask.bits[i * (uint32_t)unit / 64] |= uint64_t(1) << (i * (uint32_t)unit % 64);
+  const int step = pattern == 10 ? 3 : pattern == 11 ? 4 : n + 1;
+  for (int i = 0; i < n && step <= n; i += step) mask.bits[i * unit / 64] |= uint64_t(1) << (i * unit % 64);
   return mask;
 }
 
