@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--soc", default="950DT", help=f"sheet of the chip: {', '.join(CHIPS)} (default: %(default)s)")
     p.add_argument("--no-sensitivity", action="store_true", help="leave out the table of costs 25 %% lower and higher")
     p.add_argument("--json", type=Path, metavar="FILE", help="also write the estimates to a file, keeping other ones in it")
+    p.add_argument("--timeline", type=Path, metavar="FILE", help="write the first cores' replay for a browser's trace viewer")
     p.add_argument("--costs", action="store_true", help="print the cost table with its sources and stop")
     return p
 
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print("\n".join(f"{op} --shape {p.shape}: {p.cut}" for p in problems(op)))
                 continue
             problem = find_problem(op, options.shape or problems(op)[0].shape)
-            found.append(estimate(problem, chip, sensitivity=not options.no_sensitivity))
+            found.append(estimate(problem, chip, not options.no_sensitivity, options.timeline))
             print(as_text(found[-1]))
     except DeepInferError as error:
         print(f"no estimate: {error}", file=sys.stderr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +26,12 @@ def record(problem: Problem, seed: int = 1) -> tuple[twin.Trace, dict[str, Any]]
     return twin.take_trace(stream), args
 
 
-def estimate(problem: Problem, chip: Chip, sensitivity: bool = True) -> dict[str, Any]:
-    """Everything known about one problem on one chip; all times and shares are estimates."""
+def estimate(problem: Problem, chip: Chip, sensitivity: bool = True, timeline: Path | None = None) -> dict[str, Any]:
+    """Everything known about one problem on one chip; all times and shares are estimates. timeline: where to write one."""
     trace, args = record(problem)
     result = summarise(trace, chip, problem.cores)
+    if timeline is not None:
+        timeline.write_text(json.dumps(events(trace, chip, problem.cores)))
     cost = get_card(problem.op).cost(args)
     us = result["time_us"]
     bytes_us = cost.bytes / (chip.hbm_bytes_s * problem.cores / chip.cores) * 1e6
@@ -81,9 +85,42 @@ def summarise(trace: twin.Trace, chip: Chip, cores: int) -> dict[str, Any]:
         "chain_sites": _sites(trace, r, cycles),
         "hbm_bytes": r.hbm_bytes,
         "l2_bytes": r.l2_bytes,
+        "flops_issued": 2 * int(trace.rows["work"][_products(trace)].sum()),
         "moved": _moved(trace),
         "rows": len(trace.rows),
     }
+
+
+def _products(trace: twin.Trace) -> np.ndarray:
+    return np.isin(trace.rows["op"], [trace.ops.index("Mmad"), trace.ops.index("MmadMx")])
+
+
+def events(trace: twin.Trace, chip: Chip, cores: int) -> dict[str, Any]:
+    """The replay of the first cube core and its vector cores in the trace event format of browsers; times in microseconds."""
+    r = replay(trace, chip, cores)
+    starts = np.concatenate(([0.0], np.cumsum(r.launch_cycles)))
+    found = []
+    for i in np.flatnonzero(r.rows["core"] < 3):
+        row, begun, ended = r.rows[i], r.times["start"][i], r.times["end"][i]
+        if ended <= begun:
+            continue
+        at = (starts[row["launch"] - r.rows["launch"][0]] + begun) / chip.hertz * 1e6
+        found.append(
+            {
+                "name": trace.ops[row["op"]],
+                "ph": "X",
+                "ts": at,
+                "dur": (ended - begun) / chip.hertz * 1e6,
+                "pid": "estimate: " + ("cube core", "vector core 0", "vector core 1")[row["core"]],
+                "tid": twin.PIPES[row["pipe"]],
+                "args": {"site": _site(trace, row), "bytes": int(row["bytes"])},
+            }
+        )
+    return {"traceEvents": found}
+
+
+def _site(trace: twin.Trace, row: Any) -> str:
+    return f"{trace.files[row['file']].rsplit('/', 1)[-1]}:{row['line']}"
 
 
 def _shares(r: Replay, kind: int, pipes: tuple[str, ...], cycles: float) -> dict[str, float]:
@@ -114,8 +151,7 @@ def _sites(trace: twin.Trace, r: Replay, cycles: float, most: int = 12) -> list[
     found: dict[tuple[str, str, str], float] = {}
     for i in np.flatnonzero(r.times["critical"] > 0):
         row = r.rows[i]
-        place = f"{trace.files[row['file']].rsplit('/', 1)[-1]}:{row['line']}"
-        key = (place, trace.ops[row["op"]], _where(row))
+        key = (_site(trace, row), trace.ops[row["op"]], _where(row))
         found[key] = found.get(key, 0.0) + float(r.times["critical"][i]) / cycles
     best = sorted(found.items(), key=lambda item: -item[1])[:most]
     return [{"site": site, "instruction": op, "pipe": pipe, "share": share} for (site, op, pipe), share in best]
@@ -150,7 +186,8 @@ def as_text(e: dict[str, Any]) -> str:
         f" (their cost of about {e['launch_us_apart']:.0f} us not included)",
         f"  bound by bytes          {e['bound_bytes_us']:10.2f} us   {e['needed_bytes'] / 1e6:.2f} MB needed,"
         f" {e['hbm_bytes'] / 1e6:.2f} MB from HBM, {e['l2_bytes'] / 1e6:.2f} MB through L2",
-        f"  bound by products       {e['bound_cube_us']:10.2f} us   {e['flops'] / 1e9:.3f} GFLOP at the {e['peak_of']} peak",
+        f"  bound by products       {e['bound_cube_us']:10.2f} us   {e['flops'] / 1e9:.3f} GFLOP at the {e['peak_of']} peak,"
+        f" {e['flops_issued'] / 1e9:.3f} issued to the cube",
         f"  share of peak (estimate) {100 * e['share_of_peak']:8.1f} %    times the bytes bound: {e['times_bytes_bound']:.2f}",
         f"  what binds (estimate)    {e['binds']}",
     ]
