@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "ascend"))
 import api_manifest  # noqa: E402
-from kernel_source import kernel_files, parse, read  # noqa: E402
+from kernel_source import kernel_files, parse, probe_files, read  # noqa: E402
 from lint_kernels import RULES, lint  # noqa: E402
 
 GOOD = """
@@ -51,8 +51,9 @@ STATIC = """
 using namespace AscendC;
 __global__ __vector__ void square_kernel(__gm__ float* x) {
   InitSocState();
-  LocalTensor<float> tile(TPosition::VECCALC, 0, 64);
-  Mul(tile, tile, tile, 64);
+  LocalTensor<float> tile(TPosition::VECCALC, 0, 64), other(TPosition::VECCALC, 256, 64);
+  static constexpr int32_t kItems = 64;
+  Mul(tile, tile, other, kItems);
   PipeBarrier<PIPE_ALL>();
 }
 """
@@ -89,8 +90,8 @@ def findings_of(*texts: str) -> list:
     return [finding for finding in lint([*shared, *files]) if finding.file.endswith(".asc")]
 
 
-def test_the_kernels_have_no_findings():
-    assert [str(finding) for finding in lint([read(path) for path in kernel_files()])] == []
+def test_the_kernels_and_the_probes_of_the_bring_up_have_no_findings():
+    assert [str(finding) for finding in lint([read(path) for path in (*kernel_files(), *probe_files())])] == []
 
 
 def test_sources_without_a_fault_have_no_findings():

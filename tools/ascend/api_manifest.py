@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from assumptions import ENTRY, TABLE  # noqa: E402
-from kernel_source import KERNELS, Source, kernel_files, read  # noqa: E402
+from kernel_source import KERNELS, PROBES, Source, kernel_files, read  # noqa: E402
 
 FOLDER = KERNELS / "manifest"
 GRADES = ("example", "prose", "assumed")
@@ -203,8 +203,8 @@ def problems(entries: list[Entry], kernels: list[Source], probes: list[Source]) 
 
 def sources() -> tuple[list[Source], list[Source]]:
     """Kernels with the headers that they share, and the twin's probes."""
-    probes = KERNELS / "twin" / "probes"
-    return [read(path) for path in kernel_files()], [read(path) for path in sorted([*probes.glob("*.asc"), *probes.glob("*.h")])]
+    probes = sorted([*PROBES.glob("*.asc"), *PROBES.glob("*.h")])
+    return [read(path) for path in kernel_files()], [read(path) for path in probes]
 
 
 def main(arguments: list[str]) -> int:

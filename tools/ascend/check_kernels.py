@@ -1,4 +1,4 @@
-"""Checks every AscendC kernel with clang, against the manifest's declarations and with real address spaces.
+"""Checks every AscendC kernel and probe with clang, against the manifest's declarations and with real address spaces.
 
     python tools/ascend/check_kernels.py [FILE.asc ...]
 
@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
 import api_manifest  # noqa: E402
 from ascend_venvs import clang_python  # noqa: E402
-from kernel_source import KERNELS, ROOT, read  # noqa: E402
+from kernel_source import KERNELS, PROBES, ROOT, read  # noqa: E402
 
 HEADERS = Path(__file__).with_name("clang")
 PASSES = {
@@ -31,6 +31,7 @@ PASSES = {
     "host": ["-triple", "x86_64-unknown-linux-gnu"],
 }
 _ERROR = re.compile(r"^(?P<path>[^\s:][^:\n]*):(?P<line>\d+):\d+: (?:fatal )?error: (?P<text>.*)$", re.MULTILINE)
+_CALLER = re.compile(r"^(?P<path>[^\s:][^:\n]*):(?P<line>\d+):\d+: note: in instantiation of .* requested here$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Clang:
         self._program = [str(package / "zig"), "clang", "-cc1"]
         self._folder = tempfile.TemporaryDirectory(prefix="di_check_")
         (Path(self._folder.name) / "api.h").write_text(api_manifest.header(api_manifest.load()), encoding="utf-8")
-        folders = [HEADERS, self._folder.name, KERNELS, ROOT / "hal" / "include"]
+        folders = [HEADERS, self._folder.name, KERNELS, PROBES, ROOT / "hal" / "include"]
         self._flags = [f"-I{folder}" for folder in folders] + [
             "-x", "cuda", "-std=c++17", "-fsyntax-only", "-ferror-limit", "0", "-ffreestanding", "-nostdsysteminc",
             "-internal-isystem", str(package / "lib" / "include"),
@@ -79,16 +80,23 @@ class Clang:
     def _errors(self, path: Path, which: str) -> list[tuple[Path, int, str]]:
         command = [*self._program, *PASSES[which], *self._flags, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=KERNELS)
-        found = [(Path(m["path"]), int(m["line"]), m["text"]) for m in _ERROR.finditer(done.stderr)]
+        found = [_place(m, done.stderr) for m in _ERROR.finditer(done.stderr)]
         if done.returncode and not found:
             raise RuntimeError(f"clang failed on {path.name}:\n{done.stderr[-2000:]}")
         return found
 
 
+def _place(error: re.Match[str], said: str) -> tuple[Path, int, str]:
+    """Where an error stands; one inside the declarations is the caller's, which clang names in a note behind it."""
+    if Path(error["path"]).name == "api.h" and (note := _CALLER.search(said, error.end())):
+        return Path(note["path"]), int(note["line"]), error["text"]
+    return Path(error["path"]), int(error["line"]), error["text"]
+
+
 def _host_lines(path: Path) -> dict[str, set[int]]:
     """Lines inside of the host's functions, by file."""
     lines: dict[str, set[int]] = {}
-    for file in (path, *KERNELS.glob("*.h")):
+    for file in (path, *KERNELS.glob("*.h"), *PROBES.glob("*.h")):
         for function in read(file).functions:
             if not function.is_device:
                 lines.setdefault(file.name, set()).update(range(function.first_line, function.last_line + 1))
@@ -102,8 +110,13 @@ def check(paths: list[Path]) -> list[Finding]:
     return list(dict.fromkeys(found))  # what a header has wrong is said once
 
 
+def sources() -> list[Path]:
+    """The kernels and the twin's probes, most of which the bring-up builds for a device."""
+    return [*sorted(KERNELS.glob("*.asc")), *sorted(PROBES.glob("*.asc"))]
+
+
 def main(arguments: list[str]) -> int:
-    paths = [Path(argument).resolve() for argument in arguments] or sorted(KERNELS.glob("*.asc"))
+    paths = [Path(argument).resolve() for argument in arguments] or sources()
     found = check(paths)
     print("\n".join(str(finding) for finding in found) or f"{len(paths)} sources, no objections")
     return 1 if found else 0

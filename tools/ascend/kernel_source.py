@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels_ascendc"
+PROBES = KERNELS / "twin" / "probes"
 DEVICE = {"__aicore__", "__global__", "__simd_vf__", "__simd_callee__", "__simt_vf__", "__simt_callee__"}
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\.?\d(?:[eEpP][+-]|[\w.'])*|<<<|>>>|::|->|[^\s\w]")
 _IGNORED = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'', re.DOTALL)
@@ -110,6 +111,12 @@ def read(path: Path) -> Source:
 def kernel_files() -> list[Path]:
     """Every kernel and every header that kernels share."""
     return sorted([*KERNELS.glob("*.asc"), *KERNELS.glob("*.h")])
+
+
+def probe_files() -> list[Path]:
+    """The probes that the bring-up builds for a device, and their header. The others are the twin's own tests."""
+    own = {f"probe_{name}.asc" for name in ("bench", "bugs", "estimate", "peer")}
+    return [path for path in sorted([*PROBES.glob("*.asc"), *PROBES.glob("*.h")]) if path.name not in own]
 
 
 def _blank(match: re.Match[str]) -> str:

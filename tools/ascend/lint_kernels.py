@@ -1,4 +1,4 @@
-"""Lints the AscendC kernels: what device code may not hold, by rule. Needs no compiler.
+"""Lints the AscendC kernels and the bring-up's probes: what device code may not hold, by rule. Needs no compiler.
 
     python tools/ascend/lint_kernels.py [FILE ...]      prints file:line: rule: sentence, and exits 1 if there is one
     python tools/ascend/lint_kernels.py --rules         the rules
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import api_manifest  # noqa: E402
-from kernel_source import Function, Source, Token, closing, kernel_files, read  # noqa: E402
+from kernel_source import Function, Source, Token, closing, kernel_files, probe_files, read  # noqa: E402
 
 RULES = {
     "host-call": "device code calls what is neither AscendC's (the manifest) nor a device function of the kernels",
@@ -33,7 +33,7 @@ RULES = {
     "soc-state": "a kernel that places tensors itself lacks InitSocState() at its start or PipeBarrier<PIPE_ALL>() at its end",
     "launch": "a kernel is started by anything but DI_LAUNCH, DI_LAUNCH_CUBE and DI_LAUNCH_MIX",
 }
-_INCLUDES = re.compile(r'"(?:di_\w+|kernel_operator)\.h"|<stdio\.h>')
+_INCLUDES = re.compile(r'"(?:di_\w+|kernel_operator|probe)\.h"|<stdio\.h>')
 _WORDS = {
     "std": {"std"},
     "exception": {"throw", "try", "catch"},
@@ -109,7 +109,8 @@ def _words(name: str, tokens: tuple[Token, ...]) -> Iterator[Finding]:
             yield Finding(name, token.line, "intrinsic", f"`{token.text}` is below the documented C++ API")
         if token.text[0] in ".0123456789" and _DOUBLE.fullmatch(token.text):
             yield Finding(name, token.line, "double", f"the literal {token.text} is a double; write {token.text}f")
-        if token.text in ("static", "thread_local") and "constexpr" not in {t.text for t in tokens[index - 1 : index + 2]}:
+        beside = {t.text for t in tokens[max(0, index - 1) : index + 2]}
+        if token.text in ("static", "thread_local") and "constexpr" not in beside:
             yield Finding(name, token.line, "static-data", f"`{token.text}` data in device code; make it constexpr or pass it in")
 
 
@@ -126,10 +127,23 @@ def _calls(source: Source, function: Function, known: Known) -> Iterator[Finding
             continue
         through = before in (".", "->")
         declares = re.match(r"[\w>&*]", before) and before not in _LANGUAGE | {"else", "do", "case", "->"}
+        declares = declares or (before == "," and _declarator(tokens, index))
         if token.text in known.kernels and not through:
             yield Finding(name, token.line, "launch", f"device code calls the kernel {token.text}")
         elif token.text not in (plain | known.methods if through else plain) and not declares:
             yield Finding(name, token.line, "host-call", f"{token.text} is no device function and not in the manifest")
+
+
+def _declarator(tokens: tuple[Token, ...], index: int) -> bool:
+    """Whether the name at `index`, behind a comma, is one more variable of a declaration: `Type a(1), b(2);`."""
+    depth, start = 0, index
+    while start > 0 and tokens[start - 1].text not in (";", "{", "}"):
+        start -= 1
+        text = tokens[start].text
+        depth += (text in ")]") - (text in "([") if len(text) == 1 else 0
+        if depth < 0:
+            return False
+    return bool(re.match(r"[A-Za-z_]", tokens[start].text) and re.match(r"[A-Za-z_<:]", tokens[start + 1].text))
 
 
 def _is_called(tokens: tuple[Token, ...], index: int) -> bool:
@@ -293,7 +307,7 @@ def main(arguments: list[str]) -> int:
         print("\n".join(f"{rule:13} {text}" for rule, text in RULES.items()))
         return 0
     chosen = {Path(argument).name for argument in arguments}
-    found = [f for f in lint([read(path) for path in kernel_files()]) if not chosen or f.file in chosen]
+    found = [f for f in lint([read(path) for path in (*kernel_files(), *probe_files())]) if not chosen or f.file in chosen]
     print("\n".join(str(finding) for finding in found) or "no findings")
     return 1 if found else 0
 
