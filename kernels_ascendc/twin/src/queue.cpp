@@ -127,7 +127,7 @@ int queue_alloc(QueueState& queue, PipeId producer, Where where) {
   if (slot.has_release) mutation::partners(slot.where, where), acquire(pipe, slot.released, where);
   slot.state = Slot::kTaken;
   slot.where = where;
-  poison(*queue.memory, slot.offset, slot.bytes);
+  if (!slot.has_release) poison(*queue.memory, slot.offset, slot.bytes);
   queue.head = (queue.head + 1) % queue.count;
   return index;
 }
@@ -176,6 +176,7 @@ void queue_free(QueueState& queue, int index, PipeId consumer, Where where) {
   done(pipe, op_FreeTensor, where, 0, 0);
   slot.has_release = true;
   slot.state = Slot::kFree;
+  poison(*queue.memory, slot.offset, slot.bytes);  // what is read from here on is not the tensor any more
   mutation::partners(slot.where, where);
   slot.where = where;
 }
