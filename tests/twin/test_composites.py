@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "backends/ascend"))
 
 from deepinfer_ascend import twin  # noqa: E402
 from deepinfer_ascend.backend import TWIN_INDEX, AscendBackend  # noqa: E402
+from deepinfer_ascend.estimate.chips import find_chip  # noqa: E402
+from deepinfer_ascend.estimate.replay import replay  # noqa: E402
 from deepinfer_hal.card import Case, get_card  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twin.module() is None, reason=str(twin.unavailable_reason()))
@@ -50,7 +52,7 @@ def test_a_fused_kernel_gives_the_bits_of_its_parts(op, case):
 
 @pytest.mark.parametrize(("dtype", "hidden", "streams"), [("bf16", 1001, 4), ("f32", 700, 3), ("bf16", 96, 8), ("f32", 2100, 1)])
 def test_rows_that_share_a_reading_of_fn_have_the_bits_of_rows_alone(dtype, hidden, streams):
-    """Two vector cores take eight rows at once, a whole chip one; widths that fill no block, slices of several sizes."""
+    """Two vector cores take four rows at once, a whole chip one; widths that fill no block, slices of several sizes."""
     case = Case("residual_site", {"T": 21, "m": streams, "H": hidden, "dtype": dtype, "codes": False, "count": 19})
     kernel, stream = twin.bind(get_card("residual_site")), twin.module().Stream
     few, many = (results("residual_site", case, lambda args, n=n: kernel(**args, stream=stream(cores=n))) for n in (1, 36))
@@ -63,6 +65,16 @@ def test_rows_that_share_a_reading_of_fn_have_the_bits_of_rows_alone(dtype, hidd
 
 
 def test_a_row_too_wide_for_the_norm_is_refused_with_its_width():
-    case = Case("residual_site", {"T": 1, "m": 1, "H": 8224, "dtype": "bf16", "codes": False})
-    with pytest.raises(Exception, match="at most 8192 values in local memory, got 8224"):
+    case = Case("residual_site", {"T": 1, "m": 1, "H": 6176, "dtype": "bf16", "codes": False})
+    with pytest.raises(Exception, match="at most 6144 values in local memory, got 6176"):
         results("residual_site", case, lambda args: twin.bind(get_card("residual_site"))(**args))
+
+
+def test_a_trace_with_a_barrier_of_all_cores_is_replayed_and_more_rows_take_longer():
+    cycles = []
+    for rows in (2, 32):
+        case = Case("residual_site", {"T": rows, "m": 4, "H": 1024, "dtype": "bf16", "codes": False})
+        stream = twin.module().Stream(soc="Ascend950DT_9581", cores=2, trace=True)
+        results("residual_site", case, lambda args, stream=stream: twin.bind(get_card("residual_site"))(**args, stream=stream))
+        cycles.append(replay(twin.take_trace(stream), find_chip("950DT"), 2).cycles)
+    assert 0 < cycles[0] < cycles[1] / 2

@@ -98,11 +98,18 @@ class Launched {
     return {key(core, pipe), (uint32_t)(end - list.begin())};
   }
 
+  // An arrival lies behind the instruction that made it, not behind the waits that follow under the same number.
+  Need arrival_of(const TraceRow& r) const {
+    const std::vector<size_t>& list = pipes_[key(r.core, r.pipe)].rows;
+    const auto end = std::partition_point(list.begin(), list.end(), [&](size_t i) { return row(i).clock < r.clock; });
+    const bool own = end != list.end() && row(*end).clock == r.clock;
+    return {key(r.core, r.pipe), (uint32_t)(end - list.begin()) + own};
+  }
+
   void find_needs(size_t first, size_t last) {
     std::vector<std::pair<uint64_t, Need>> arrivals;
     for (size_t i = first; i < last; ++i)
-      if (row(i).op == op_Arrive)
-        arrivals.push_back({row(i).work, need_of(row(i).core, row(i).pipe, row(i).clock)});
+      if (row(i).op == op_Arrive) arrivals.push_back({row(i).work, arrival_of(row(i))});
     std::stable_sort(arrivals.begin(), arrivals.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     std::vector<uint32_t> issued(pipes_.size(), 0);
     for (size_t i = first; i < last; ++i) {
