@@ -25,13 +25,13 @@ template <class T> struct Plan {
   static constexpr int32_t kHalf = kHeads / 2;               // of a vector core
   static constexpr int32_t kSegment = kBrief ? 4 : 2;        // pieces
   static constexpr int32_t kSlots = kBrief ? 6 : 3;          // pieces of keys in L1
-  static constexpr int32_t kScores = kBrief ? 6 : 4;         // pieces of scores in UB
+  static constexpr int32_t kScores = kSegment + 1;            // pieces of scores in UB
   static constexpr int32_t kParts = kBrief ? 2 : 1;          // of a weight
   static constexpr int32_t kDepth = kBrief ? 256 : 128;      // columns that the cube takes at once
   static constexpr int32_t kStage = 16, kPitch = kStage + 1; // rows on their way to L1; the odd pitch spreads the banks
   static constexpr int32_t kWeightPitch = kHalf + 1;
   static constexpr int32_t kRaw = kStage * (kBrief ? 544 : 2048);  // bytes of rows as they are stored
-  static constexpr int32_t kRawStep = kRaw + 256;                  // a register's load may run past the last row
+  static constexpr int32_t kRaws = kBrief ? 4 : 2, kRawStep = kRaw + 256;  // a register's load may run past the last row
 
   // Bytes of one item, and the places in L1, L0C and UB.
   static constexpr int32_t kKeysBytes = kKeys * kWidth * sizeof(T);
@@ -43,7 +43,7 @@ template <class T> struct Plan {
   static constexpr int32_t kStageItems = kWidth * kPitch, kWeightItems = 2 * kKeys * kWeightPitch;
   static constexpr int32_t kUbScores = 0, kUbSums = kUbScores + kScores * kScoreItems * 4, kUbMore = kUbSums + kHalf * kWidth * 4;
   static constexpr int32_t kUbStage = kUbMore + 2 * kMoreItems * 4, kUbRaw = kUbStage + 2 * kStageItems * sizeof(T);
-  static constexpr int32_t kUbWeights = kUbRaw + 2 * kRawStep, kUbScales = kUbWeights + 2 * kParts * kWeightItems * sizeof(T);
+  static constexpr int32_t kUbWeights = kUbRaw + kRaws * kRawStep, kUbScales = kUbWeights + 2 * kParts * kWeightItems * sizeof(T);
   static constexpr int32_t kUbLines = kUbScales + kStage * kScaleLine * 2, kLines = 12;
   static_assert(kUbLines + kLines * 256 <= 248 * 1024, "UB");
 };
@@ -57,6 +57,7 @@ struct Segment {
   int32_t window_first, window_keys;     // the list: positions from window_first on, then selected rows
   bool first, last;
   __aicore__ int32_t Pieces() const { return (keys + kKeys - 1) / kKeys; }
+  __aicore__ int32_t Pairs() const { return (Pieces() + 1) / 2; }
   __aicore__ int32_t KeysOf(int32_t j) const { return Min32(kKeys, keys - j * kKeys); }
 };
 

@@ -151,10 +151,10 @@ __simd_vf__ inline void Merge(__ubuf__ float* sums, __ubuf__ float* more, __ubuf
   }
 }
 
-// The same for the last time: the sums times the inverse of their total, as rows of `columns` results.
+// The same for the last time: the sums times the inverse of their total. Results of type X take the place of the sums.
 template <class X, bool fresh>
-__simd_vf__ inline void Finish(__ubuf__ X* out, __ubuf__ float* sums, __ubuf__ float* more, __ubuf__ float* shrink, __ubuf__ float* inverse, uint16_t heads,
-                               uint32_t columns, uint32_t width) {
+__simd_vf__ inline void Finish(__ubuf__ float* sums, __ubuf__ float* more, __ubuf__ float* shrink, __ubuf__ float* inverse, uint16_t heads, uint32_t columns,
+                               uint32_t width) {
   using namespace AscendC;
   Reg::RegTensor<float> factor, share, old, x;
   Reg::RegTensor<bfloat16_t> brief;
@@ -170,10 +170,10 @@ __simd_vf__ inline void Finish(__ubuf__ X* out, __ubuf__ float* sums, __ubuf__ f
       }
       Reg::Mul(x, x, share, all);
       if constexpr (sizeof(X) == 4) {
-        Reg::StoreAlign(out + h * columns + c, x, all);
+        Reg::StoreAlign(sums + h * width + c, x, all);
       } else {
         Reg::Cast<bfloat16_t, float, kRound0>(brief, x, all);
-        Reg::StoreAlign<bfloat16_t, Reg::StoreDist::DIST_PACK_B32>(out + h * columns + c, brief, all);
+        Reg::StoreAlign<bfloat16_t, Reg::StoreDist::DIST_PACK_B32>((__ubuf__ bfloat16_t*)(sums + h * width) + c, brief, all);
       }
     }
   }
