@@ -13,6 +13,7 @@ struct AttentionArgs {
   __gm__ float* sink;
   int64_t q_row, q_head, out_row, out_head, window_stride, compressed_stride, table_stride, rows_stride;
   int32_t tokens, heads, width, k, window_format, compressed_format, block_rows, window_tokens;
+  int32_t direct;  // the cube core fetches the query itself: of its own type, whole groups of heads
   float scale;
 };
 
@@ -81,6 +82,7 @@ template <class T> class Walk {
       __gm__ int32_t* rows = a_.rows + s.token * a_.rows_stride;
       while (selected < a_.k && rows[selected] >= 0) ++selected;
       left_ = s.window_keys + selected;
+      pieces_ = (left_ + kKeys - 1) / kKeys, segments_ = (pieces_ + Plan<T>::kSegment - 1) / Plan<T>::kSegment;
       s.first_key = s.keys = 0;
       return true;
     }
@@ -94,8 +96,9 @@ template <class T> class Walk {
       if (!NextItem(s)) return false;
       s.first = true;
     }
-    s.keys = Min32(left_, Plan<T>::kSegment * kKeys);
-    left_ -= s.keys;
+    const int32_t pieces = (pieces_ + segments_ - 1) / segments_;  // even segments, as far as they go
+    s.keys = Min32(left_, pieces * kKeys);
+    left_ -= s.keys, pieces_ -= pieces, --segments_;
     s.last = left_ == 0;
     now_ = s;
     return true;
@@ -105,7 +108,7 @@ template <class T> class Walk {
   AttentionArgs a_;
   Segment now_{};
   int64_t item_, items_;
-  int32_t groups_, step_, left_ = 0;
+  int32_t groups_, step_, left_ = 0, pieces_ = 0, segments_ = 0;
 };
 
 }  // namespace
