@@ -26,6 +26,7 @@ template <class T> struct Plan {
   static constexpr int32_t kHalf = kHeads / 2;               // of a vector core
   static constexpr int32_t kSegment = kBrief ? 4 : 2;        // pieces
   static constexpr int32_t kSlots = kBrief ? 6 : 3;          // pieces of keys in L1
+  static constexpr int32_t kAhead = kSlots - kSegment;       // pieces of the next segment that find room beside a whole one
   static constexpr int32_t kScores = kSegment + 1;            // pieces of scores in UB
   static constexpr int32_t kParts = kBrief ? 2 : 1;          // of a weight
   static constexpr int32_t kDepth = kBrief ? 256 : 128;      // columns that the cube takes at once

@@ -58,6 +58,14 @@ def test_a_row_keeps_its_bits_whoever_else_is_in_the_call_and_wherever_its_keys_
     assert torch.equal(run(moved), whole)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_one_core_takes_lists_of_every_length_in_turn(dtype):
+    sizes = dict(heads=16, k=512, D=128, dtype=dtype)
+    args = CARD.generate(case(requests="0+1,700+1,63+2,300+1,129+1,5+1,450+2,191+1", **sizes), 3, "cpu", None)
+    many, one = run(args, cores=8, seed=2), run(dict(args, out=torch.zeros_like(args["out"])), cores=1, seed=4)
+    assert torch.equal(many, one)
+
+
 def test_a_row_without_keys_gives_zero():
     args = CARD.generate(case(requests="5+2", k=0), 3, "cpu", None)
     args["window_origin"].fill_(6)
