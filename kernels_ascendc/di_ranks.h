@@ -72,7 +72,6 @@ class Ranks {
     for (int32_t step = 0; step < a_.ranks && a_.ranks > 1; ++step)
       AscendC::DataCopy(Words((a_.rank + step) % a_.ranks, FlagAt(kind, a_.rank)), word, 8);
     Sync<AscendC::HardEvent::MTE3_S>();
-    if (a_.ranks == 1) Sync<AscendC::HardEvent::MTE3_MTE2>();
   }
   // Core 0: waits for all ranks' flags; a status of the ranks that did not set theirs before the deadline.
   __aicore__ bool Await(int32_t kind) {
@@ -96,14 +95,13 @@ class Ranks {
     return false;
   }
 
-  // What a core has found, for `Verdict` of all cores.
+  // What a core has found, for `Verdict` of all cores, which comes next.
   __aicore__ void Tell(int32_t status, int32_t a, int32_t b, int32_t c, int32_t d) {
     AscendC::LocalTensor<int32_t> word = word_.Get<int32_t>();
     const int32_t values[8] = {status, a, b, c, d, 0, 0, 0};
     for (int32_t i = 0; i < 8; ++i) word.SetValue(i, values[i]);
     Sync<AscendC::HardEvent::S_MTE3>();
     AscendC::DataCopy(Global<int32_t>(a_.shared + AscendC::GetBlockIdx() * kFlagBytes), word, 8);
-    Sync<AscendC::HardEvent::MTE3_S>();
   }
   // All cores have called `Tell`, and meet here. Whether all was fine; else core 0 writes the first status that was not.
   __aicore__ bool Verdict() {

@@ -23,6 +23,14 @@ class Survivor:
         return result["file"].endswith(self.file) and all(getattr(self, f) in ("", result[f]) for f in fields)
 
 
+_RANKS = (
+    "this run has one rank, which has no flags to send and one header to read; with two ranks the mutant is reported "
+    "(tests/twin/test_ranks_mutants.py)."
+)
+_MOVED = (
+    "equivalent where a group moves rows: the queue that moves them orders the same buffers. A group without a valid expert "
+    "moves none, and then the flag is needed; no case has two such groups on a core."
+)
 SURVIVORS = (
     Survivor(
         "",
@@ -37,11 +45,31 @@ SURVIVORS = (
         "select_candidate_blocks_kernel",
         "select.asc",
         "SetFlag",
-        "S_V",
+        "V_MTE2",
         "forget",
-        "equivalent in this kernel alone: the flag closes the shared helper Pick, and the kernel's own S_V after the block "
-        "maxima orders the same accesses. select_topk uses the helper without that flag, and its mutant is caught.",
+        "equivalent in this kernel alone: between two chunks a count is read by the scalar unit, which issues the next load. "
+        "select_topk uses the helper without that, and its mutant is caught.",
     ),
+    *(
+        Survivor(kernel, file, kind, detail, change, why)
+        for kernel in ("ep_dispatch_kernel", "ep_combine_kernel")
+        for file, kind, detail, change, why in (
+            ("ep.asc", "SyncAll", "", "drop", _RANKS),
+            ("di_ranks.h", "PipeBarrier", "MTE3", "drop", _RANKS),
+            ("di_ranks.h", "SetFlag", "S_MTE3", "forget", _RANKS),
+            ("di_ranks.h", "SetFlag", "S_MTE2", "forget", _RANKS),
+        )
+    ),
+    Survivor(
+        "ep_dispatch_kernel",
+        "di_ranks.h",
+        "SyncAll",
+        "",
+        "drop",
+        "equivalent in this kernel alone: it keeps what cores tell of one verdict apart from the next, and the last verdict of "
+        "ep_dispatch has no next. ep_combine has, and its mutant is caught.",
+    ),
+    *(Survivor("ep_dispatch_kernel", "ep.asc", "SetFlag", detail, "forget", _MOVED) for detail in ("S_MTE2", "MTE3_S")),
     Survivor(
         "coded_kernel",
         "di_cube.h",
