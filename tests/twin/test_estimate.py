@@ -106,6 +106,27 @@ def test_a_round_of_cores_waits_for_the_last():
     assert place(rows, cost)[0][3] == (160, 165)
 
 
+def test_all_cores_go_on_together_after_syncall():
+    """Rows as the twin records them: the barrier takes in every pipe, and its wait has the clock of the arrival."""
+    rows = []
+    for core in (1, 2):
+        rows += [row("Add", "V", 1, core=core), row("SyncAll", "S", 1, core=core, work=15)]
+        rows += [row("Arrive", "S", 1, core=core, work=3), row("Await", "S", 1, core=core, work=3)]
+        rows.append(row("Add", "V", 2, core=core))
+    cost = [(10, 0, 0), (2, 50, 0), (0, 0, 0), (0, 0, 0), (10, 0, 0)] + [(40, 0, 0), (2, 50, 0), *[(0, 0, 0)] * 2, (10, 0, 0)]
+    times = place(rows, cost)[0]
+    assert times[4] == times[9] == (92, 102)
+
+
+@pytest.mark.parametrize("which", [0, 1, 4, 5, 6], ids=["SyncAll", "mode-0", "mode-1", "mode-2", "mode-4"])
+def test_flags_of_every_mode_can_be_replayed(which):
+    stream = twin.module().Stream(soc=DT.soc, cores=4, trace=True)
+    x, y = torch.zeros(8, dtype=torch.int32), torch.zeros(4096, dtype=torch.int32)
+    kernel = twin.module().bind("probe_sync", "ttiii", ["x", "y", "which", "blocks", "rounds"])
+    kernel(x, y, which, 4, 3, stream=stream)
+    assert 0.5 < replay(twin.take_trace(stream), DT, 4).cycles / DT.hertz * 1e6 < 100
+
+
 def test_a_trace_that_waits_for_what_never_comes_is_refused():
     rows = [row("Wait", "V", 1, source=(0, "M", 9)), row("Add", "V", 2), row("Wait", "M", 3, source=(0, "V", 2))]
     with pytest.raises(RuntimeError, match="never ends"):
