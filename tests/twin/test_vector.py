@@ -120,8 +120,20 @@ def test_scalars(op, dtype):
 def test_shifts_are_arithmetic_for_signed_types():
     x = values("int32_t", 64, 5)
     assert np.array_equal(vector("ShiftRight", "int32_t", x, scalar=3), x >> 3)
-    assert np.array_equal(vector("ShiftLeft", "int32_t", x, scalar=3), x << 3)
     assert np.array_equal(vector("ShiftRight", "uint32_t", x.view(np.uint32), scalar=3), x.view(np.uint32) >> 3)
+    assert np.array_equal(vector("ShiftLeft", "uint32_t", x.view(np.uint32), scalar=3), x.view(np.uint32) << np.uint32(3))
+    sign = np.int32(-(2**31))
+    wide = np.random.default_rng(6).integers(-(2**31), 2**31, 64).astype(np.int32)
+    assert np.array_equal(vector("ShiftLeft", "int32_t", wide, scalar=3), ((wide << 3) & ~sign) | (wide & sign))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "result"),
+    [("uint16_t", 1, 0b0101010101010100), ("int16_t", 1, 0b1101010101010100), ("int16_t", 3, 0b1101010101010000)],
+)
+def test_the_published_examples_of_a_shift_to_the_left(dtype, count, result):
+    x = np.full(128, 0b1010101010101010, np.uint16).view(np.dtype(dtype[:-2]))
+    assert (vector("ShiftLeft", dtype, x, scalar=count).view(np.uint16) == result).all()
 
 
 def once(a, b, c):

@@ -138,8 +138,11 @@ template <ScalarOp op, class T> void scalar(void* d, const void* a, const void* 
     else if constexpr (op == kAxpy) put_fused(out, i, fused(get(x, i), k, get(out, i)));
     else if constexpr (op == kLeakyRelu) put(out, i, get(x, i) >= 0 ? get(x, i) : (W)(get(x, i) * k));
     else if constexpr (op == kDuplicate) out[i] = *static_cast<const T*>(s);
-    else if constexpr (op == kShiftLeft) out[i] = wide ? T(0) : (T)((Unsigned<T>)x[i] << k);
-    else
+    else if constexpr (op == kShiftLeft) {  // a signed type's highest bit stays
+      const auto sign = T(-1) < T(0) ? (Unsigned<T>)((Unsigned<T>)1 << (8 * sizeof(T) - 1)) : (Unsigned<T>)0;
+      const auto bits = (Unsigned<T>)x[i];
+      out[i] = wide ? T(0) : (T)((Unsigned<T>)((Unsigned<T>)(bits << k) & (Unsigned<T>)~sign) | (Unsigned<T>)(bits & sign));
+    } else
       out[i] = (T)(x[i] >> (wide ? (T)(8 * sizeof(T) - 1) : k)) &
                (T)(wide && T(-1) > T(0) ? 0 : -1);  // arithmetic for signed types
   }
