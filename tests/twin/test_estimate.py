@@ -185,6 +185,23 @@ def test_estimates_do_not_depend_on_the_seed_and_repeat():
         assert summarise(traced(0, 65536, 4096, 2, 2, blocks=8, seed=seed)[0], DT, 4) == first
 
 
+def test_chains_of_registers_are_a_bound():
+    """A load, an addition and a store of each of 256 pieces do not wait for each other; a long chain would bind."""
+    stream = twin.module().Stream(soc=DT.soc, cores=1, trace=True)
+    names = ["x", "kind", "rounds", "a", "b", "c", "blocks"]
+    twin.module().bind("probe_bench", "tiiiiii", names)(torch.ones(8), 3, 2, 0, 0, 0, 1, stream=stream)
+    trace = twin.take_trace(stream)
+    functions = trace.rows["op"] == NAMES.index("VectorFunction")
+    assert trace.rows["bytes"][functions].tolist() == [9 + 7 + 9] * 2
+    assert trace.rows["count"][trace.rows["op"] == NAMES.index("LoadAlign")].sum() == 2 * 2 * 256
+    base = replay(trace, DT, 1)
+    assert replay(trace, DT, 1, chains=True).cycles == base.cycles
+    rows = trace.rows.copy()
+    rows["bytes"][functions] = 10_000
+    longer = twin.Trace(rows, trace.extents, trace.ops, trace.kernels, trace.files)
+    assert replay(longer, DT, 1, chains=True).cycles > base.cycles + 15_000
+
+
 def test_slower_memory_is_slower_and_no_class_of_costs_makes_it_faster():
     trace, _ = traced(0, 65536, 8192, 2, 1)
     base = replay(trace, DT, 4).cycles

@@ -26,6 +26,7 @@ void reg_barrier(bool store_to_load, Where where) {
   if (mutation::at(mutation::kLocalMemBar, where) == mutation::kDrop) return;
   Pipe& pipe = begin(kV, op_LocalMemBar, where);
   if (store_to_load) current->stores_seen = pipe.now;
+  if (tracing) note_chain_barrier();
   done(pipe, op_LocalMemBar, where, 0, 0);
 }
 
@@ -104,6 +105,7 @@ void complain_unwritten(const Pipe& pipe) {
 
 void reg_load(Register& d, const void* address, Load how, int unit, Where where) {
   Pipe& pipe = start(op_LoadAlign, where);
+  if (tracing) note_chain(&d.ready, op_LoadAlign, 0);
   const int lanes_of_unit = 256 / unit;
   if (how == Load::NORM) {
     if (const uint8_t* data = fetch_quick(pipe, address)) {
@@ -154,6 +156,7 @@ void reg_load(Register& d, const void* address, Load how, int unit, Where where)
 
 void reg_load_pairs(Register& d0, Register& d1, const void* address, int unit, Where where) {
   Pipe& pipe = start(op_LoadAlign, where);
+  if (tracing) note_chain(&d0.ready, op_LoadAlign, 0), d1.ready = d0.ready;
   const Loaded l = fetch(pipe, address, 512, 32);
   for (int i = 0; i < 256 / unit; ++i) {
     set_item(d0, i * unit, unit, l.data + 2 * i * unit, valid_at(l, 2 * i * unit, unit));
@@ -164,6 +167,7 @@ void reg_load_pairs(Register& d0, Register& d1, const void* address, int unit, W
 
 void reg_load_unaligned(Register& d, StreamIn& in, const void* address, uint64_t step, Where where) {
   Pipe& pipe = start(op_LoadUnAlign, where);
+  if (tracing) note_chain(&d.ready, op_LoadUnAlign, 0);
   if (in.next != address)
     complain("LoadUnAlign at %s:%d starts where neither LoadUnAlignPre nor the load before it left off", where.file,
              where.line);
@@ -212,6 +216,7 @@ void put_bytes(Pipe& pipe, const void* address, const uint8_t* data, const uint6
 
 void reg_store(void* address, const Register& s, Store how, int unit, const Mask& mask, Where where) {
   Pipe& pipe = start(op_StoreAlign, where);
+  if (tracing) note_chain(nullptr, op_StoreAlign, s.ready);
   const ByteMask active = spread(mask, unit);
   if (how == Store::FIRST) {
     const uint64_t one[4] = {(uint64_t(1) << unit) - 1, 0, 0, 0};
@@ -245,6 +250,7 @@ void reg_store(void* address, const Register& s, Store how, int unit, const Mask
 
 void reg_store_blocks(void* address, const Register& s, uint32_t stride, int unit, const Mask& mask, Where where) {
   Pipe& pipe = start(op_StoreAlign, where);
+  if (tracing) note_chain(nullptr, op_StoreAlign, s.ready);
   const ByteMask active = spread(mask, unit);
   bool good = true;
   for (int i = 0; i < 4; ++i) good = good && (s.valid[i] & active.bits[i]) == active.bits[i];
@@ -259,6 +265,7 @@ void reg_store_blocks(void* address, const Register& s, uint32_t stride, int uni
 
 void reg_store_pairs(void* address, const Register& s0, const Register& s1, int unit, Where where) {
   Pipe& pipe = start(op_StoreAlign, where);
+  if (tracing) note_chain(nullptr, op_StoreAlign, s0.ready > s1.ready ? s0.ready : s1.ready);
   uint8_t data[512];
   uint64_t wanted[8];
   memset(wanted, 0xff, sizeof wanted);
@@ -277,6 +284,7 @@ void reg_store_pairs(void* address, const Register& s0, const Register& s1, int 
 
 void reg_store_stream(StreamOut& out, void* address, const Register& s, int bytes, Where where) {
   Pipe& pipe = start(op_StoreUnAlign, where);
+  if (tracing) note_chain(nullptr, op_StoreUnAlign, s.ready);
   uint8_t data[32 + 256];
   bool good = bytes <= 256;
   for (int i = 0; i < bytes && i < 256; ++i) good = good && (s.valid[i / 64] >> (i % 64) & 1);
@@ -318,6 +326,7 @@ StreamOut::~StreamOut() {
 void reg_gather(Register& d, Type type, const void* base, Type source, const Register& index, const Mask& mask,
                 Where where) {
   Pipe& pipe = start(op_RegGather, where);
+  if (tracing) note_chain(&d.ready, op_RegGather, index.ready);
   const int size = kTypeBytes[type], from_size = kTypeBytes[source];
   const uint64_t offset = offset_in_ub(base, 32, pipe);
   Memory& ub = current->memory[kUb];

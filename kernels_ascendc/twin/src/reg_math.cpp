@@ -4,15 +4,24 @@
 
 #include "lanes.h"
 #include "reg_private.h"
+#include "trace.h"
 #include "walk.h"
 
 namespace twin {
 namespace {
 
-void trace(Op op, Where where, Type type) {
+// Checks where the instruction stands and records it; d is made from a, b and, when it reads what it held, itself.
+void trace(Op op, Where where, Type type, Register* d = nullptr, const Register* a = nullptr, const Register* b = nullptr,
+           bool reads_target = false) {
   if (!current->in_vector_function)
     give_up("%s at %s:%d: register instructions belong in a function that asc_vf_call calls", kOpNames[op], where.file,
             where.line);
+  if (__builtin_expect(tracing, 0)) {
+    uint32_t from = reads_target ? d->ready : 0;
+    for (const Register* source : {a, b})
+      if (source != nullptr && source->ready > from) from = source->ready;
+    note_chain(d == nullptr ? nullptr : &d->ready, op, from);
+  }
   done(current->pipe[kV], op, where, 256, 256 / (uint64_t)kTypeBytes[type]);
 }
 
@@ -76,7 +85,7 @@ void reg_binary(Op op, int lane_op, Type type, Register& d, const Register& a, c
   need_type(op, type, Form::REGISTERS, where);
   const BinaryLanes f = lanes().binary[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
-  trace(op, where, type);
+  trace(op, where, type, &d, &a, &b, merge || lane_op == kMulAddDst);
   const ByteMask active = spread(mask, kTypeBytes[type]);
   alignas(64) uint8_t room[256];
   uint8_t* out = is_full(active) ? d.bytes : room;
@@ -95,7 +104,7 @@ void reg_unary(Op op, int lane_op, Type type, Register& d, const Register& a, co
   need_type(op, type, Form::REGISTERS, where);
   const UnaryLanes f = lanes().unary[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
-  trace(op, where, type);
+  trace(op, where, type, &d, &a, nullptr, merge);
   const ByteMask active = spread(mask, kTypeBytes[type]);
   alignas(64) uint8_t room[256];
   uint8_t* out = is_full(active) ? d.bytes : room;
@@ -108,7 +117,7 @@ void reg_scalar(Op op, int lane_op, Type type, Register& d, const Register& a, c
   need_type(op, type, Form::REGISTERS, where);
   const ScalarLanes f = lanes().scalar[lane_op][type];
   if (f == nullptr) refuse_type(op, type, where);
-  trace(op, where, type);
+  trace(op, where, type, &d, &a, nullptr, merge || lane_op == kAxpy);
   const ByteMask active = spread(mask, kTypeBytes[type]);
   alignas(64) uint8_t room[256];
   uint8_t* out = is_full(active) ? d.bytes : room;
@@ -123,7 +132,7 @@ void reg_scalar(Op op, int lane_op, Type type, Register& d, const Register& a, c
 }
 
 void reg_fill(Type type, Register& d, const void* scalar, const Mask& mask, bool merge, Where where) {
-  trace(op_RegDuplicate, where, type);
+  trace(op_RegDuplicate, where, type, &d, nullptr, nullptr, merge);
   alignas(64) uint8_t out[256];
   const uint64_t valid[4] = {~0ull, ~0ull, ~0ull, ~0ull};
   for (int i = 0; i < 256; i += kTypeBytes[type]) memcpy(out + i, scalar, kTypeBytes[type]);
@@ -131,7 +140,7 @@ void reg_fill(Type type, Register& d, const void* scalar, const Mask& mask, bool
 }
 
 void reg_arange(Type type, Register& d, const void* first, bool down, Where where) {
-  trace(op_RegArange, where, type);
+  trace(op_RegArange, where, type, &d);
   const int n = 256 / kTypeBytes[type];
   int64_t steps[256];
   alignas(64) uint8_t start[256], step[256], out[256];
@@ -149,7 +158,7 @@ void reg_compare(Type type, AscendC::CMPMODE mode, Mask& d, const Register& a, c
   constexpr CompareOp kModes[] = {kLt, kGt, kEq, kLe, kGe, kNe};
   const CompareLanes f = lanes().compare[kModes[(int)mode]][type];
   if (f == nullptr) refuse_type(op_RegCompare, type, where);
-  trace(op_RegCompare, where, type);
+  trace(op_RegCompare, where, type, nullptr, &a, b);
   const int size = kTypeBytes[type];
   alignas(64) uint8_t other[256], result[256];
   if (b == nullptr)
@@ -163,9 +172,9 @@ void reg_compare(Type type, AscendC::CMPMODE mode, Mask& d, const Register& a, c
 }
 
 void reg_select(Type type, Register& d, const Register& a, const Register& b, const Mask& mask, Where where) {
-  trace(op_RegSelect, where, type);
-  const ByteMask first = spread(mask, kTypeBytes[type]);
   Register out;
+  trace(op_RegSelect, where, type, &out, &a, &b);
+  const ByteMask first = spread(mask, kTypeBytes[type]);
   for (int i = 0; i < 256; ++i) out.bytes[i] = first.bits[i / 64] >> (i % 64) & 1 ? a.bytes[i] : b.bytes[i];
   for (int i = 0; i < 4; ++i) out.valid[i] = (a.valid[i] & first.bits[i]) | (b.valid[i] & ~first.bits[i]);
   d = out;
@@ -282,7 +291,7 @@ void reg_reduce(bool by_block, ReduceType how, Type type, Register& d, const Reg
   if (!(type == F32 || type == F16 || type == I32 || type == U32 ||
         (how != ReduceType::SUM && (type == I16 || type == U16))))
     refuse_type(op, type, where);
-  trace(op, where, type);
+  trace(op, where, type, &d, &a);
   const int size = kTypeBytes[type], n = 256 / size;
   const ByteMask active = spread(mask, size);
   alignas(64) uint8_t out[256] = {};
@@ -324,7 +333,8 @@ void interleave(bool back, int unit, uint8_t* out, const uint8_t* in) {
 
 void reg_interleave(bool back, int unit, Register& d0, Register& d1, const Register& a, const Register& b,
                     Where where) {
-  trace(op_RegInterleave, where, unit == 1 ? U8 : unit == 2 ? U16 : U32);
+  trace(op_RegInterleave, where, unit == 1 ? U8 : unit == 2 ? U16 : U32, &d0, &a, &b);
+  d1.ready = d0.ready;
   uint8_t in[512], out[512];
   memcpy(in, a.bytes, 256), memcpy(in + 256, b.bytes, 256);
   interleave(back, unit, out, in);
@@ -342,8 +352,8 @@ void reg_interleave(bool back, int unit, Register& d0, Register& d1, const Regis
 }
 
 void reg_squeeze(int unit, Register& d, const Register& a, const Mask& mask, Where where) {
-  trace(op_RegSqueeze, where, unit == 1 ? U8 : unit == 2 ? U16 : U32);
   Register out;
+  trace(op_RegSqueeze, where, unit == 1 ? U8 : unit == 2 ? U16 : U32, &out, &a);
   memset(out.bytes, 0, 256);
   memset(out.valid, 0xff, sizeof out.valid);
   int next = 0;
@@ -376,7 +386,8 @@ void move_items(uint8_t* to, int to_step, const uint8_t* from, int from_step, in
 // The wider type has 256 bytes of elements; the narrower one sits in every second or fourth place, `layout` says which.
 void reg_cast(Type to, Register& d, Type from, const Register& a, int layout, bool saturate, AscendC::RoundMode mode,
               const Mask& mask, Where where) {
-  trace(op_RegCast, where, to);
+  Register result;
+  trace(op_RegCast, where, to, &result, &a);
   const bool pairs = to == E2M1X2 || from == E2M1X2;
   const int to_size = kTypeBytes[to], from_size = kTypeBytes[from],
             wide = pairs                 ? 4
@@ -390,7 +401,6 @@ void reg_cast(Type to, Register& d, Type from, const Register& a, int layout, bo
   const ByteMask active = spread(mask, wide);
   const bool full = is_full(active);
   alignas(64) uint8_t out[256] = {}, in[256], made[256];
-  Register result;
   memset(result.valid, 0xff, sizeof result.valid);
   const int items = 256 / wide, narrow = pairs ? 1 : wide / ratio;
   const int from_step = from_size * (pairs ? (from == E2M1X2 ? 1 : 2) : 1),

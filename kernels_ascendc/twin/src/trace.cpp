@@ -16,6 +16,7 @@ struct Noted {
 Noted noted;
 size_t open_extent = 0;            // extents from here on belong to the next row
 std::vector<TraceRow> registers;   // instructions of the vector function that is running, like ones counted
+uint32_t chain_end = 0, chain_floor = 0;  // of the vector function that is running
 std::vector<const char*> known_files;
 
 Trace& trace() { return running_launch->stream->recorded; }
@@ -69,7 +70,39 @@ void begin_trace(Stream& stream, const char* kernel) {
   open_extent = stream.recorded.extents.size();
   registers.clear();
   noted = {};
+  chain_end = chain_floor = 0;
 }
+
+// Cycles until a register instruction's result can be used: the PTO ISA manual's for the A5 generation; conversions,
+// comparisons and rearrangements, of which it says nothing, are taken like additions.
+static uint32_t latency_of(Op op) {
+  switch (op) {
+    case op_LoadAlign:
+    case op_LoadUnAlign:
+    case op_StoreAlign:
+    case op_StoreUnAlign: return 9;
+    case op_RegMul:
+    case op_RegMuls:
+    case op_RegMulAddDst:
+    case op_RegAxpy: return 8;
+    case op_RegExp: return 16;
+    case op_RegLn: return 18;
+    case op_RegSqrt:
+    case op_RegDiv: return 17;
+    case op_RegReduce:
+    case op_RegReduceDataBlock: return 19;
+    case op_RegGather: return 27;
+    default: return 7;
+  }
+}
+
+void note_chain(uint32_t* ready, Op op, uint32_t from) {
+  if (op == op_LoadAlign || op == op_LoadUnAlign || op == op_RegGather) from = from > chain_floor ? from : chain_floor;
+  const uint32_t at = from + latency_of(op);
+  if (ready != nullptr) *ready = at;
+  if (at > chain_end) chain_end = at;
+}
+void note_chain_barrier() { chain_floor = chain_end; }
 
 void trace_instruction(Pipe& pipe, Op op, Where where, uint32_t bytes, uint64_t work) {
   TraceRow row = row_of(pipe, op, where);
@@ -106,6 +139,8 @@ void trace_arrival(const Core& core, const Snapshot& arrived, uint64_t round, Wh
 // place of its first instruction.
 void trace_vector_function(Pipe& pipe, Where where) {
   TraceRow row = row_of(pipe, op_VectorFunction, where);
+  row.bytes = chain_end;
+  chain_end = chain_floor = 0;
   for (TraceRow& inside : registers) inside.clock = pipe.now, push(inside);
   if (!registers.empty()) row.file = registers[0].file, row.line = registers[0].line;
   registers.clear();

@@ -41,9 +41,9 @@ def in_order(rows: np.ndarray) -> np.ndarray:
     return rows[np.lexsort((rows["core"], rows["launch"]))]
 
 
-def fold(rows: np.ndarray, ops: list[str], v: Mapping[str, float]) -> np.ndarray:
+def fold(rows: np.ndarray, ops: list[str], v: Mapping[str, float], chains: bool = False) -> np.ndarray:
     """One row for each vector function, whose `work` is its cycles: arithmetic and accesses of UB overlap, a start and a drain
-    come on top. `rows` are in order."""
+    come on top. chains: it takes at least as long as its longest chain of registers. `rows` are in order."""
     register = twin.register_ops(ops)
     inside = np.isin(rows["op"], register)
     functions = rows["op"] == ops.index("VectorFunction")
@@ -58,19 +58,24 @@ def fold(rows: np.ndarray, ops: list[str], v: Mapping[str, float]) -> np.ndarray
     accesses = cycles["stores"] + np.maximum(cycles["loads"] - cycles["stores"], 0) / 2
     total = np.maximum(cycles["arithmetic"], accesses * 2 / v["vector_ports"]) + cycles["barriers"]
     rows = rows.copy()
-    rows["work"][functions] = np.ceil(total + v["vector_start"] + v["vector_drain"]).astype(np.uint64)
+    total = total + v["vector_drain"]
+    if chains:
+        total = np.maximum(total, rows["bytes"][functions])
+    rows["work"][functions] = np.ceil(total + v["vector_start"]).astype(np.uint64)
     return rows[~inside]
 
 
-def replay(trace: twin.Trace, chip: Chip, cores: int, scale: Mapping[str, float] | None = None) -> Replay:
+def replay(
+    trace: twin.Trace, chip: Chip, cores: int, scale: Mapping[str, float] | None = None, chains: bool = False
+) -> Replay:
     """Replays a trace of `cores` cores, which get their part of the chip's HBM and L2.
 
-    scale: factors on the cost of classes, see costs.KINDS. Pure: the same trace gives the same times. BackendError for a trace
-    that waits for what never ends.
+    scale: factors on the cost of classes, see costs.KINDS. chains: see fold. Pure: the same trace gives the same times.
+    BackendError for a trace that waits for what never ends.
     """
     scale = dict(scale or {})
     v = costs.values(scale)
-    rows = fold(in_order(trace.rows), trace.ops, v)
+    rows = fold(in_order(trace.rows), trace.ops, v, chains)
     priced = costs.price(rows, trace.ops, v, scale.get("cube", 1.0))
     memory = {
         "hbm_bytes": chip.shared_bytes_a_cycle(chip.hbm_bytes_s, cores) / scale.get("hbm", 1.0),

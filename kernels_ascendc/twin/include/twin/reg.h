@@ -15,6 +15,7 @@ namespace twin {
 struct alignas(64) Register {
   uint8_t bytes[256];
   uint64_t valid[4] = {0, 0, 0, 0};
+  uint32_t ready = 0;  // in traces: cycles from the function's begin until all it was made from is there
 };
 // One bit for each byte; an element is active by the bit of its lowest byte.
 struct Mask {
