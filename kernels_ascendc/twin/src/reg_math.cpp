@@ -11,8 +11,8 @@ namespace twin {
 namespace {
 
 // Checks where the instruction stands and records it; d is made from a, b and, when it reads what it held, itself.
-void trace(Op op, Where where, Type type, Register* d = nullptr, const Register* a = nullptr, const Register* b = nullptr,
-           bool reads_target = false) {
+void trace(Op op, Where where, Type type, Register* d = nullptr, const Register* a = nullptr,
+           const Register* b = nullptr, bool reads_target = false) {
   if (!current->in_vector_function)
     give_up("%s at %s:%d: register instructions belong in a function that asc_vf_call calls", kOpNames[op], where.file,
             where.line);

@@ -185,7 +185,7 @@ def as_text(e: dict[str, Any]) -> str:
         f"  cut: {e['cut']}; nothing here was measured on a chip",
         f"  estimate of time        {e['time_us']:10.2f} us   in {len(e['launches'])} launches"
         f" (their cost of about {e['launch_us_apart']:.0f} us not included)",
-        f"  with register chains    {e['time_us_with_chains']:10.2f} us   (estimate: no vector function ends before its longest chain)",
+        f"  with register chains    {e['time_us_with_chains']:10.2f} us   (estimate: vector functions last their longest chain)",
         f"  bound by bytes          {e['bound_bytes_us']:10.2f} us   {e['needed_bytes'] / 1e6:.2f} MB needed,"
         f" {e['hbm_bytes'] / 1e6:.2f} MB from HBM, {e['l2_bytes'] / 1e6:.2f} MB through L2",
         f"  bound by products       {e['bound_cube_us']:10.2f} us   {e['flops'] / 1e9:.3f} GFLOP at the {e['peak_of']} peak,"
