@@ -151,11 +151,23 @@ def _graph(npu_graph: Any, pool: Any = None, stream: Any = None, capture_error_m
         yield
 
 
-def _hccl(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+class Group:
+    """A process group with the calls that the communicator makes of HCCL's; gloo moves the bytes."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def allgather(self, output_tensors: Any, input_tensors: Any) -> Any:
+        return self._gloo.allgather(output_tensors, input_tensors)
+
+    def alltoall_base(self, output_tensor: Any, input_tensor: Any, output_split_sizes: Any, input_split_sizes: Any) -> Any:
+        return self._gloo.alltoall_base(output_tensor, input_tensor, output_split_sizes, input_split_sizes)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        return self._gloo.broadcast(tensors, opts)
 
 
 def make(calls: list[Call], soc: str = SOC, cann: str = CANN) -> types.ModuleType:
@@ -188,7 +200,7 @@ def make(calls: list[Call], soc: str = SOC, cann: str = CANN) -> types.ModuleTyp
         setattr(npu, name, noted.noted_class(f"torch_npu.npu.{name}", kind))
     module = types.ModuleType("torch_npu")
     module.npu, module.task_queue = npu, queue
-    hccl = noted.noted("torch_npu._C._distributed_c10d.ProcessGroupHCCL")(_hccl)
+    hccl = noted.noted_class("torch_npu._C._distributed_c10d.ProcessGroupHCCL", Group)
     module._C = types.SimpleNamespace(_distributed_c10d=types.SimpleNamespace(ProcessGroupHCCL=hccl))
     return module
 

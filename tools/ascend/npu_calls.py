@@ -172,55 +172,51 @@ def find(path: str) -> Any:
     return target
 
 
-def signature_of(target: Any) -> inspect.Signature | None:
-    """The signature, also of what pybind made (the overload with named arguments, by its docstring); None if it has none."""
+def signatures_of(target: Any) -> list[inspect.Signature]:
+    """Its signature, or by the docstring the overloads of what pybind made, where their arguments have names; without self."""
     try:
         found = inspect.signature(target)
     except (TypeError, ValueError):
         found = None
     anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     if found is not None and {one.kind for one in found.parameters.values()} != anything:
-        return found
-    text = getattr(target.__init__ if isinstance(target, type) else target, "__doc__", None) or ""
-    for arguments in re.findall(r"__init__\(self: [^,)]+, (.*)\) -> None", text):
+        parameters = list(found.parameters.values())
+        return [found.replace(parameters=parameters[1:]) if parameters and parameters[0].name == "self" else found]
+    owner = target.__init__ if isinstance(target, type) else target
+    text, overloads = getattr(owner, "__doc__", None) or "", []
+    for arguments in re.findall(rf"{owner.__name__}\(self: [^,)]+, (.*)\) -> ", text):
         names = re.findall(r"(?:^|, )(\w+): [^=]+?(=.*?)?(?=, \w+: |$)", arguments)
         if names and not any(re.fullmatch(r"arg\d+", name) for name, _ in names):
             kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-            return inspect.Signature([inspect.Parameter(n, kind, default=None if d else none) for n, d in names])
-    return None
+            overloads.append(inspect.Signature([inspect.Parameter(n, kind, default=None if d else none) for n, d in names]))
+    return overloads
 
 
 def check_runtime_call(call: RuntimeCall) -> str | None:
     """What is wrong with a runtime call, or None. One whose target has no signature is only looked up."""
     try:
-        target = find(call.path)
+        signatures = signatures_of(find(call.path))
     except AttributeError:
         return f"{call.path} does not exist"
-    signature = signature_of(target)
-    if signature is None:
-        return None
-    own = (None,) if call.method and not isinstance(target, type) else ()
-    try:
-        signature.bind(*own, *call.args, **call.kwargs)
-    except TypeError as error:
-        return f"{call.path}: {error}; the signature is {signature}"
-    return None
+    told = []
+    for signature in signatures:
+        try:
+            signature.bind(*call.args, **call.kwargs)
+        except TypeError as error:
+            told.append(f"{error}; the signature is {signature}")
+        else:
+            return None
+    return f"{call.path}: {'; '.join(told)}" if told else None
 
 
 def runtime_mutants(call: RuntimeCall) -> list[tuple[str, RuntimeCall]]:
-    """(what was broken, call): another name; where there is a signature, an unknown keyword and each required argument gone."""
+    """(what was broken, call): another name; where there is a signature, an unknown keyword and a required argument gone."""
     made = [("another name", RuntimeCall(call.path + "s_", call.args, call.kwargs, call.method))]
-    target = find(call.path)
-    signature = signature_of(target)
-    if signature is None:
-        return made
-    parameters = list(signature.parameters.values())
-    if call.method and not isinstance(target, type):
-        parameters = parameters[1:]
-    if all(one.kind != inspect.Parameter.VAR_KEYWORD for one in parameters):
+    signatures = [list(signature.parameters.values()) for signature in signatures_of(find(call.path))]
+    if signatures and all(one.kind != inspect.Parameter.VAR_KEYWORD for known in signatures for one in known):
         made.append(("unknown keyword", RuntimeCall(call.path, call.args, {**call.kwargs, "no_such": 1}, call.method)))
-    required = [one for one in parameters if one.default is inspect.Parameter.empty and one.kind.name.startswith("POSITIONAL")]
-    if call.args and len(call.args) <= len(required):
+    required = [sum(one.default is one.empty and one.kind.name.startswith("POSITIONAL") for one in known) for known in signatures]
+    if call.args and required and len(call.args) <= min(required):
         made.append(("without its last argument", RuntimeCall(call.path, call.args[:-1], call.kwargs, call.method)))
     return made
 
@@ -237,7 +233,7 @@ def check_runtime() -> dict[str, Any]:
     mutants = [(call.path, what, broken) for call in good for what, broken in runtime_mutants(call)]
     return {
         "runtime_calls": sorted({call.path for call in calls}),
-        "runtime_without_signature": sorted({call.path for call in good if signature_of(find(call.path)) is None}),
+        "runtime_without_signature": sorted({call.path for call in good if not signatures_of(find(call.path))}),
         "runtime_objections": sorted(wrong),
         "runtime_mutants": len(mutants),
         "runtime_mutants_missed": sorted({f"{p}: {what}" for p, what, broken in mutants if check_runtime_call(broken) is None}),

@@ -56,7 +56,17 @@ def _run(backend: AscendBackend) -> None:
     graph = npu_graphs.NpuGraphs(0).capture(lambda: None)
     graph.replay()
     graph.reset()
-    npu_communicator.HcclCommunicator._process_group(dist.HashStore(), World(0, 1))
+    _transfers()
+
+
+def _transfers() -> None:
+    """A world of one rank, made without its meeting, moves bytes to itself."""
+    kind, store, world = npu_communicator.HcclCommunicator, dist.HashStore(), World(0, 1)
+    rank = kind(world, store, kind._process_group(store, world), None, torch.device("cpu"))
+    x, out = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    rank.all_gather(x, out[None])
+    rank.all_to_all(x, [4], out, [4])
+    rank.broadcast(x, 0)
 
 
 def named_in_sources() -> set[str]:

@@ -307,19 +307,20 @@ def _by_rule(code: str) -> Meaning:
 
 
 def explain(text: str) -> list[Meaning]:
-    """Every error that a code or the words of a message speak of; empty if it names none."""
+    """Every error that a code or the words of a message speak of; empty if it names none. In a longer text a number that
+    is not introduced as a code counts if the table has it."""
     stripped = text.strip()
-    codes = [stripped] if _CODE.fullmatch(stripped) else [*_NAMED.findall(text), *_listed(text)]
-    found = [CODES.get(code) or _by_rule(code) for code in dict.fromkeys(codes)]
-    return found + [meaning for meaning in WORDS if meaning.key.casefold() in text.casefold()]
-
-
-def _listed(text: str) -> list[str]:
-    """Codes of the table in a longer text, where a number of six digits may be anything."""
-    return [code for code in _CODE.findall(text) if code in CODES]
+    listed = [code for code in _CODE.findall(text) if code in CODES]
+    return _meanings([stripped] if _CODE.fullmatch(stripped) else [*_NAMED.findall(text), *listed], text)
 
 
 def classify(text: str) -> str:
-    """The worst that a message speaks of, as `Backend.classify_error` names it. Memory first: it can be given back."""
-    kinds = {meaning.kind for meaning in explain(text)}
+    """The worst that a message speaks of, as `Backend.classify_error` names it; only codes that are introduced as such
+    count. Memory comes first: it can be given back."""
+    kinds = {meaning.kind for meaning in _meanings(_NAMED.findall(text), text)}
     return next((kind for kind in (OUT_OF_MEMORY, DEVICE_LOST) if kind in kinds), UNKNOWN)
+
+
+def _meanings(codes: list[str], text: str) -> list[Meaning]:
+    found = [CODES.get(code) or _by_rule(code) for code in dict.fromkeys(codes)]
+    return found + [meaning for meaning in WORDS if meaning.key.casefold() in text.casefold()]
