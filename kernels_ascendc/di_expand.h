@@ -33,12 +33,14 @@ __simd_vf__ inline void ExpandPairs(__ubuf__ uint16_t* to, __ubuf__ uint16_t* fr
   }
 }
 
-// UB, in bytes. Copies from HBM take long: as many as there are buffers of raw codes are under way.
+// UB, in bytes: codes as they come and their scales, kRawBuffers of them since copies from HBM take long; two results, of
+// e4m3 or of the dense types; and what the vector unit needs in between.
 constexpr int32_t kRawBuffers = 4;
-constexpr uint32_t kUbRaw = 0, kUbRawBytes = 16 * 1024, kUbFp8 = kRawBuffers * kUbRawBytes, kUbFp8Bytes = 32 * 1024;
-constexpr uint32_t kUbWide = kUbFp8 + 2 * kUbFp8Bytes, kUbNarrow = kUbWide + 64 * 1024, kUbSpread = kUbNarrow + 32 * 1024;
-constexpr uint32_t kUbSmall = kUbSpread + 16 * 1024, kUbScales = kUbSmall + 3 * 2048;
-static_assert(kUbScales + 512 <= 248 * 1024, "UB has 248 KiB");
+constexpr uint32_t kUbRaw = 0, kUbRawBytes = 16 * 1024, kUbScales = kRawBuffers * kUbRawBytes, kUbScaleBytes = 512;
+constexpr uint32_t kUbOut = kUbScales + kRawBuffers * kUbScaleBytes, kUbOutBytes = 32 * 1024;
+constexpr uint32_t kUbFp8 = kUbOut + 2 * kUbOutBytes, kUbWide = kUbFp8 + 16 * 1024, kUbSpread = kUbWide + 64 * 1024;
+constexpr uint32_t kUbSmall = kUbSpread + 16 * 1024;
+static_assert(kUbSmall + 3 * 2048 <= 248 * 1024, "UB has 248 KiB");
 
 // What cube and vector cores agree on: a chunk goes to its stage in L1 once the cube has read the one before from there.
 class StageWriter {
@@ -72,118 +74,151 @@ __aicore__ inline Share ShareOf(const TileCursor& t) {
   return {half, half * (int32_t)AscendC::GetSubBlockIdx()};
 }
 
-// FP4 to e4m3: chunks in kRawBuffers buffers, results in two.
-class Fp4Expander {
- public:
-  __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
-    using namespace AscendC;
-    p_ = product;
-    TileCursor ahead(p_, core, cores, 1);
-    TileCursor at(p_, core, cores, 1);
-    for (int32_t i = 0; i < kRawBuffers; ++i) SetFlag<HardEvent::V_MTE2>(i);
-    for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::MTE3_V>(i);
-    for (int32_t i = 0; i < kRawBuffers - 1 && ahead.More(); ++i, ahead.Next()) Load(ahead);
-    for (; at.More(); at.Next()) {
-      if (ahead.More()) Load(ahead), ahead.Next();
-      Expand(at);
+// The loop of a vector core: chunks are loaded ahead, expanded, and put into the stages of L1 in turn.
+template <class Expander> __aicore__ inline void RunExpander(Expander& expander, const Product& p, int32_t core, int32_t cores) {
+  using namespace AscendC;
+  TileCursor ahead(p, core, cores, Expander::kItemBytes);
+  TileCursor at(p, core, cores, Expander::kItemBytes);
+  StageWriter stages;
+  int32_t loaded = 0, expanded = 0;
+  for (int32_t i = 0; i < kRawBuffers; ++i) SetFlag<HardEvent::V_MTE2>(i);
+  for (int32_t i = 0; i < 2; ++i) SetFlag<HardEvent::MTE3_V>(i);
+  for (; at.More(); at.Next(), ++expanded) {
+    for (; ahead.More() && loaded < expanded + kRawBuffers; ahead.Next(), ++loaded) {
+      WaitFlag<HardEvent::V_MTE2>(loaded % kRawBuffers);
+      expander.Load(ahead, loaded % kRawBuffers);
+      SetFlag<HardEvent::MTE2_V>(loaded % kRawBuffers);
     }
-    stages_.Finish();
-    for (int32_t i = 0; i < kRawBuffers; ++i) WaitFlag<HardEvent::V_MTE2>(i);
-    for (int32_t i = 0; i < 2; ++i) WaitFlag<HardEvent::MTE3_V>(i);
-    PipeBarrier<PIPE_ALL>();
-  }
-
- private:
-  __aicore__ void Load(const TileCursor& t) {
-    using namespace AscendC;
-    const int32_t buffer = loaded_++ % kRawBuffers;
-    const Share s = ShareOf(t);
-    const uint32_t columns = AlignUp(t.columns, 16), all = AlignUp(p_.n, 16);
-    const int64_t line = t.first / 32 + s.line;
-    WaitFlag<HardEvent::V_MTE2>(buffer);
-    DataCopy(Ub<uint8_t>(kUbRaw + buffer * kUbRawBytes, kUbRawBytes),
-             Global<uint8_t>(p_.w + t.group * p_.w_group + (line * all + t.column) * 16),
-             DataCopyParams(s.lines, columns / 2, (all - columns) / 2, 0));
-    SetFlag<HardEvent::MTE2_V>(buffer);
-  }
-  __aicore__ void Expand(const TileCursor& t) {
-    using namespace AscendC;
-    const int32_t buffer = expanded_ % kRawBuffers, half = expanded_++ % 2;
-    const Share s = ShareOf(t);
-    const uint32_t columns = AlignUp(t.columns, 16);
-    const LocalTensor<uint16_t> from = Ub<uint16_t>(kUbRaw + buffer * kUbRawBytes, kUbRawBytes);
-    const LocalTensor<uint16_t> to = Ub<uint16_t>(kUbFp8 + half * kUbFp8Bytes, kUbFp8Bytes);
+    const int32_t buffer = expanded % kRawBuffers, half = expanded % 2;
     WaitFlag<HardEvent::MTE2_V>(buffer);
     WaitFlag<HardEvent::MTE3_V>(half);
-    asc_vf_call<ExpandPairs>((__ubuf__ uint16_t*)to.GetPhyAddr(), (__ubuf__ uint16_t*)from.GetPhyAddr(),
-                             (uint16_t)(s.lines * columns / 16));
+    expander.Expand(at, buffer, half);
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(half);
     WaitFlag<HardEvent::V_MTE3>(half);
-    stages_.Begin();
-    const LocalTensor<uint16_t> l1(TPosition::B1, stages_.Address() + s.line * columns * 32, s.lines * columns * 16);
-    DataCopy(l1, to, DataCopyParams(1, s.lines * columns, 0, 0));
-    stages_.Commit();
+    stages.Begin();
+    expander.Store(at, half, stages.Address());
+    stages.Commit();
     SetFlag<HardEvent::MTE3_V>(half);
   }
+  stages.Finish();
+  for (int32_t i = 0; i < kRawBuffers; ++i) WaitFlag<HardEvent::V_MTE2>(i);
+  for (int32_t i = 0; i < 2; ++i) WaitFlag<HardEvent::MTE3_V>(i);
+  PipeBarrier<PIPE_ALL>();
+}
 
+// FP4 to e4m3.
+class Fp4Expander {
+ public:
+  static constexpr int32_t kItemBytes = 1;
+
+  __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
+    p_ = product;
+    RunExpander(*this, p_, core, cores);
+  }
+  __aicore__ void Load(const TileCursor& t, int32_t buffer) {
+    using namespace AscendC;
+    const Share s = ShareOf(t);
+    const uint32_t columns = AlignUp(t.columns, 16), all = AlignUp(p_.n, 16);
+    const int64_t line = t.first / 32 + s.line;
+    DataCopy(Ub<uint8_t>(kUbRaw + buffer * kUbRawBytes, kUbRawBytes),
+             Global<uint8_t>(p_.w + t.group * p_.w_group + (line * all + t.column) * 16),
+             DataCopyParams(s.lines, columns / 2, (all - columns) / 2, 0));
+  }
+  __aicore__ void Expand(const TileCursor& t, int32_t buffer, int32_t half) {
+    const uint32_t fractals = ShareOf(t).lines * AlignUp(t.columns, 16) / 16;
+    asc_vf_call<ExpandPairs>((__ubuf__ uint16_t*)Ub<uint16_t>(kUbOut + half * kUbOutBytes, kUbOutBytes).GetPhyAddr(),
+                             (__ubuf__ uint16_t*)Ub<uint16_t>(kUbRaw + buffer * kUbRawBytes, kUbRawBytes).GetPhyAddr(),
+                             (uint16_t)fractals);
+  }
+  __aicore__ void Store(const TileCursor& t, int32_t half, uint32_t stage) {
+    using namespace AscendC;
+    const Share s = ShareOf(t);
+    const uint32_t columns = AlignUp(t.columns, 16);
+    const LocalTensor<uint16_t> l1(TPosition::B1, stage + s.line * columns * 32, s.lines * columns * 16);
+    DataCopy(l1, Ub<uint16_t>(kUbOut + half * kUbOutBytes, kUbOutBytes), DataCopyParams(1, s.lines * columns, 0, 0));
+  }
+
+ private:
   Product p_;
-  StageWriter stages_;
-  int32_t loaded_ = 0, expanded_ = 0;
 };
 
 // Codes times scales, or BF16 rows, to lines of T (BF16 or float32): the path of x that is not quantised. Chunks are of
 // kChunkBytes, so a core's share has one pair of scales a row.
 template <class T, Codes kCodes> class DenseExpander {
  public:
+  static constexpr int32_t kItemBytes = sizeof(T);
+
   __aicore__ void Run(const Product& product, int32_t core, int32_t cores) {
-    using namespace AscendC;
     p_ = product;
-    TileCursor at(p_, core, cores, sizeof(T));
-    SetFlag<HardEvent::V_MTE2>(0), SetFlag<HardEvent::MTE3_V>(0);
-    for (; at.More(); at.Next()) {
-      const Share s = ShareOf(at);
-      const uint32_t columns = AlignUp(at.columns, 16);
-      WaitFlag<HardEvent::V_MTE2>(0);
-      if constexpr (kCodes == Codes::kBf16) LoadRows(at, s, columns);
-      else LoadCodes(at, s, columns);
-      SetFlag<HardEvent::MTE2_V>(0);
-      WaitFlag<HardEvent::MTE2_V>(0);
-      WaitFlag<HardEvent::MTE3_V>(0);
-      Expand(s, columns);
-      SetFlag<HardEvent::V_MTE2>(0);
-      SetFlag<HardEvent::V_MTE3>(0);
-      WaitFlag<HardEvent::V_MTE3>(0);
-      Store(s, columns);
-      SetFlag<HardEvent::MTE3_V>(0);
+    RunExpander(*this, p_, core, cores);
+  }
+  __aicore__ void Load(const TileCursor& t, int32_t buffer) {
+    if constexpr (kCodes == Codes::kBf16) LoadRows(t, buffer);
+    else LoadCodes(t, buffer);
+  }
+  // To [line][column][32] items of T.
+  __aicore__ void Expand(const TileCursor& t, int32_t buffer, int32_t half) {
+    using namespace AscendC;
+    const Share s = ShareOf(t);
+    const uint32_t columns = AlignUp(t.columns, 16), items = s.lines * columns * 32;
+    const LocalTensor<T> out = Ub<T>(kUbOut + half * kUbOutBytes, kUbOutBytes);
+    if constexpr (kCodes == Codes::kBf16) {
+      Cast(out, Raw<bfloat16_t>(buffer), RoundMode::CAST_NONE, items);
+    } else {
+      LocalTensor<uint8_t> codes = Raw<uint8_t>(buffer);
+      if constexpr (kCodes == Codes::kFp4) {
+        const LocalTensor<uint8_t> e4m3 = Ub<uint8_t>(kUbFp8, 16 * 1024);
+        asc_vf_call<ExpandPairs>((__ubuf__ uint16_t*)e4m3.GetPhyAddr(), (__ubuf__ uint16_t*)codes.GetPhyAddr(),
+                                 (uint16_t)(items / 512));
+        codes = e4m3;
+      }
+      const LocalTensor<float> wide = Ub<float>(kUbWide, 64 * 1024);
+      Cast(wide, codes.template ReinterpretCast<fp8_e4m3fn_t>(), RoundMode::CAST_NONE, items);
+      ScaleLines(wide, t, s, buffer);
+      if constexpr (sizeof(T) == 2) Cast(out, wide, RoundMode::CAST_RINT, items);
+      else Muls(out, wide, 1.0f, items);
     }
-    stages_.Finish();
-    WaitFlag<HardEvent::V_MTE2>(0), WaitFlag<HardEvent::MTE3_V>(0);
-    PipeBarrier<PIPE_ALL>();
+  }
+  // [column][32] items to Nz.
+  __aicore__ void Store(const TileCursor& t, int32_t half, uint32_t stage) {
+    using namespace AscendC;
+    const Share s = ShareOf(t);
+    const uint32_t columns = AlignUp(t.columns, 16);
+    const LocalTensor<T> from = Ub<T>(kUbOut + half * kUbOutBytes, kUbOutBytes);
+    const LocalTensor<T> l1(TPosition::B1, stage, kStageBytes / sizeof(T));
+    for (int32_t line = 0; line < s.lines; ++line)
+      DataCopy(l1[(s.line + line) * columns * 32], from[line * columns * 32], Nd2NzParams(1, columns, 32, 0, 32, columns, 1, 0));
   }
 
  private:
-  __aicore__ void LoadCodes(const TileCursor& t, const Share& s, uint32_t columns) {
+  template <class I> __aicore__ AscendC::LocalTensor<I> Raw(int32_t buffer) { return Ub<I>(kUbRaw + buffer * kUbRawBytes, kUbRawBytes); }
+  __aicore__ AscendC::LocalTensor<uint8_t> Scales(int32_t buffer) { return Ub<uint8_t>(kUbScales + buffer * kUbScaleBytes, kUbScaleBytes); }
+
+  __aicore__ void LoadCodes(const TileCursor& t, int32_t buffer) {
     using namespace AscendC;
     constexpr uint32_t kColumnBytes = kCodes == Codes::kFp4 ? 16 : 32;
-    const uint32_t all = AlignUp(p_.n, 16), pairs = AlignUp(p_.k, 64) / 64;
+    const Share s = ShareOf(t);
+    const uint32_t columns = AlignUp(t.columns, 16), all = AlignUp(p_.n, 16), pairs = AlignUp(p_.k, 64) / 64;
     const int32_t line = t.first / 32 + s.line;
-    DataCopy(Ub<uint8_t>(kUbRaw, 2 * kUbRawBytes),
+    DataCopy(Raw<uint8_t>(buffer),
              Global<uint8_t>(p_.w + t.group * p_.w_group + ((int64_t)line * all + t.column) * kColumnBytes),
              DataCopyParams(s.lines, columns * kColumnBytes / 32, (all - columns) * kColumnBytes / 32, 0));
-    pair_line_ = line % 2;  // with one line, which of a pair of scales is its own; two lines begin at a pair
-    DataCopy(Ub<uint8_t>(kUbScales, 512),
+    DataCopy(Scales(buffer),
              Global<uint8_t>(p_.w_scales + t.group * p_.w_scale_group + ((int64_t)t.column / 16 * pairs + line / 2) * 32),
              DataCopyParams(columns / 16, 1, pairs - 1, 0));
   }
   // Rows of BF16 as [line][column][32]; what lies beyond K becomes zero.
-  __aicore__ void LoadRows(const TileCursor& t, const Share& s, uint32_t columns) {
+  __aicore__ void LoadRows(const TileCursor& t, int32_t buffer) {
     using namespace AscendC;
-    const LocalTensor<bfloat16_t> raw = Ub<bfloat16_t>(kUbRaw, 2 * kUbRawBytes);
+    const Share s = ShareOf(t);
+    const uint32_t columns = AlignUp(t.columns, 16);
+    const LocalTensor<bfloat16_t> raw = Raw<bfloat16_t>(buffer);
     const int32_t first = t.first + s.line * 32, items = Min32(s.lines * 32, p_.k - first);
     if (items < s.lines * 32 || (uint32_t)t.columns < columns) {
       Duplicate(raw.template ReinterpretCast<uint16_t>(), (uint16_t)0, s.lines * columns * 32);
-      Sync<HardEvent::V_MTE2>();
+      SetFlag<HardEvent::V_MTE2>(kRawBuffers);
+      WaitFlag<HardEvent::V_MTE2>(kRawBuffers);
     }
     for (int32_t line = 0; line * 32 < items; ++line) {
       const int32_t some = Min32(32, items - line * 32);
@@ -194,54 +229,23 @@ template <class T, Codes kCodes> class DenseExpander {
     }
   }
 
-  // To [line][column][32] items of T.
-  __aicore__ void Expand(const Share& s, uint32_t columns) {
+  // Scales lie as [column / 16][16][2]; each becomes a block of eight floats that its 32 items share. A share of one line uses
+  // one of each pair, a share of two lines begins at a pair.
+  __aicore__ void ScaleLines(const AscendC::LocalTensor<float>& wide, const TileCursor& t, const Share& s, int32_t buffer) {
     using namespace AscendC;
-    const uint32_t items = s.lines * columns * 32;
-    const LocalTensor<float> wide = Ub<float>(kUbWide, 64 * 1024);
-    if constexpr (kCodes == Codes::kBf16) {
-      Cast(wide, Ub<bfloat16_t>(kUbRaw, 2 * kUbRawBytes), RoundMode::CAST_NONE, items);
-      return;
-    }
-    LocalTensor<uint8_t> codes = Ub<uint8_t>(kUbRaw, 2 * kUbRawBytes);
-    if constexpr (kCodes == Codes::kFp4) {
-      const LocalTensor<uint8_t> e4m3 = Ub<uint8_t>(kUbFp8, kUbFp8Bytes);
-      asc_vf_call<ExpandPairs>((__ubuf__ uint16_t*)e4m3.GetPhyAddr(), (__ubuf__ uint16_t*)codes.GetPhyAddr(),
-                               (uint16_t)(items / 512));
-      codes = e4m3;
-    }
-    Cast(wide, codes.template ReinterpretCast<fp8_e4m3fn_t>(), RoundMode::CAST_NONE, items);
-    ScaleLines(wide, s, columns);
-    if constexpr (sizeof(T) == 2) Cast(Ub<T>(kUbNarrow, 32 * 1024), wide, RoundMode::CAST_RINT, items);
-  }
-  // Scales lie as [column / 16][16][2]; each becomes a block of eight floats that its 32 items share.
-  __aicore__ void ScaleLines(const AscendC::LocalTensor<float>& wide, const Share& s, uint32_t columns) {
-    using namespace AscendC;
+    const uint32_t columns = AlignUp(t.columns, 16);
+    const int32_t first = s.lines == 1 ? (t.first / 32 + s.line) % 2 : 0;
     const LocalTensor<float> scale = Ub<float>(kUbSmall, 2048), spread = Ub<float>(kUbSpread, 16 * 1024);
-    E8m0Values(scale, Ub<int32_t>(kUbSmall + 2048, 2048), Ub<int32_t>(kUbSmall + 4096, 2048), Ub<uint8_t>(kUbScales, 512), columns * 2);
+    E8m0Values(scale, Ub<int32_t>(kUbSmall + 2048, 2048), Ub<int32_t>(kUbSmall + 4096, 2048), Scales(buffer), columns * 2);
     Brcb(spread, scale, columns / 4, BrcbRepeatParams(1, 8));
     for (int32_t line = 0; line < s.lines; ++line)
       for (uint32_t band = 0; band < columns / 16; ++band) {
         const LocalTensor<float> rows = wide[(line * columns + band * 16) * 32];
-        const uint32_t which = s.lines == 1 ? pair_line_ : line;
-        Mul(rows, rows, spread[(band * 32 + which) * 8], 32, 16, BinaryRepeatParams(1, 1, 0, 4, 4, 2));
+        Mul(rows, rows, spread[(band * 32 + first + line) * 8], 32, 16, BinaryRepeatParams(1, 1, 0, 4, 4, 2));
       }
   }
 
-  // [column][32] items to Nz.
-  __aicore__ void Store(const Share& s, uint32_t columns) {
-    using namespace AscendC;
-    const LocalTensor<T> from = Ub<T>(sizeof(T) == 2 ? kUbNarrow : kUbWide, 32 * 1024);
-    const LocalTensor<T> l1(TPosition::B1, stages_.Address(), kStageBytes / sizeof(T));
-    stages_.Begin();
-    for (int32_t line = 0; line < s.lines; ++line)
-      DataCopy(l1[(s.line + line) * columns * 32], from[line * columns * 32], Nd2NzParams(1, columns, 32, 0, 32, columns, 1, 0));
-    stages_.Commit();
-  }
-
   Product p_;
-  StageWriter stages_;
-  uint32_t pair_line_ = 0;
 };
 
 }  // namespace
