@@ -50,7 +50,7 @@ def test_the_archive_gives_back_the_calls_and_the_twin_repeats_itself(archive):
 
 
 def probe(view: str, units: int | None) -> Probe:
-    return Probe("a", "probe_vector", (), 0, (), view=view, units=units)
+    return Probe("a", "probe_vector", (np.zeros(0, np.uint8),), 0, (), view=view, units=units)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,7 @@ def test_one_that_fails_dies_or_was_not_built_is_told_and_the_others_go_on(archi
     assert [result["verdict"] for result in results] == ["failed", "crashed", "differs", "not built"]
     assert "vector core failed" in run_probes._words(results[0]) and "ended with -6" in results[1]["message"]
     assert "Mul" in results[2]["instructions"] and results[2]["of"] == 192
+    assert "as it was before the call" in run_probes._words(results[2])
 
 
 def test_one_that_hangs_is_stopped(archive, tmp_path, monkeypatch):

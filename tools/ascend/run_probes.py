@@ -111,6 +111,8 @@ def judge(probe: Probe, expected: np.ndarray, got: np.ndarray) -> dict[str, Any]
         "units": worst, "different": int(where.size), "of": int(a.size), "first": first, "expected": str(a[first]),
         "got": str(b[first]),
     }  # fmt: skip
+    if np.array_equal(got, probe.tensors[probe.out]):
+        return {"verdict": "differs", **told, "untouched": True}
     verdict = "told" if probe.units is None else "within" if worst <= probe.units else "differs"
     return {"verdict": verdict, **told}
 
@@ -265,6 +267,8 @@ def _words(result: dict[str, Any]) -> str:
     if "message" in result:
         meant = "; ".join(meaning.says for meaning in error_codes.explain(result["message"]))
         return result["message"] + (f" ({meant})" if meant else "")
+    if result.get("untouched"):
+        return "the result is as it was before the call: the kernel ran nowhere, or was built for another architecture"
     return (
         f"{result['different']} of {result['of']} values, at most {result['units']} units; the first at {result['first']}: "
         f"expected {result['expected']}, got {result['got']}"
