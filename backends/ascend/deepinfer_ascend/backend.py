@@ -85,9 +85,7 @@ class AscendBackend(Backend):
         }  # fmt: skip
 
     def prepare_weight(self, index: int, role: str, canonical: CanonicalWeight) -> WeightHandle:
-        if index == TWIN_INDEX:
-            return _weights.prepare(role, canonical)
-        return _weights.prepare(role, super().prepare_weight(index, role, canonical).canonical())  # on the device
+        return _weights.prepare(role, canonical, self.device(index))
 
     def prepared_nbytes(self, role: str, shape: tuple[int, ...], format: str) -> int:
         return _weights.prepared_nbytes(role, shape, format)

@@ -34,11 +34,11 @@ _NO_SCALE = 127  # 2^0, where there are no values
 _AT_ONCE_BYTES = 64 << 20  # of a stack that are converted together
 
 
-def _plain(t: torch.Tensor | None) -> torch.Tensor | None:
-    """float8 and int8 storage as bytes, contiguous."""
+def _plain(t: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """float8 and int8 storage as bytes, contiguous, on a device."""
     if t is None:
         return None
-    return (t.view(torch.uint8) if t.element_size() == 1 else t).contiguous()
+    return (t.view(torch.uint8) if t.element_size() == 1 else t).to(device).contiguous()
 
 
 def _up(x: int, to: int) -> int:
@@ -110,11 +110,11 @@ def _matrices_of(format: str, n: int, k: int, tiles: torch.Tensor, lines: torch.
 
 
 def _converted(stacked: bool, convert: Callable, *parts: torch.Tensor) -> list[torch.Tensor]:
-    """`convert` of stacks, or of a matrix as a stack of one; large stacks a few matrices at a time."""
+    """`convert` of stacks, or of a matrix as a stack of one, on the host; large stacks a few matrices at a time."""
     if not stacked:
-        return [t[0] for t in convert(*(p[None] for p in parts))]
+        return [t[0] for t in convert(*(p[None].cpu() for p in parts))]
     some = max(1, _AT_ONCE_BYTES // max(1, parts[0][0].numel()))
-    found = [convert(*(p[i : i + some] for p in parts)) for i in range(0, len(parts[0]), some)]
+    found = [convert(*(p[i : i + some].cpu() for p in parts)) for i in range(0, len(parts[0]), some)]
     return list(found[0]) if len(found) == 1 else [torch.cat(t) for t in zip(*found, strict=True)]
 
 
@@ -131,17 +131,23 @@ def prepared_nbytes(role: str, shape: tuple[int, ...], format: str) -> int:
     return items // (2 if format == "fp4_row32" else 1) + items // _LINE
 
 
-def prepare(role: str, canonical: CanonicalWeight) -> WeightHandle:
-    """A handle in the cube's layout, or in the checkpoint's for tables, dense weights and FP4 with a scale of 2^122 or
-    more, whose shifted scale no e8m0 byte holds (the kernels refuse to multiply with that one)."""
-    values, scales = _plain(canonical.values), _plain(canonical.scales)
-    kept = CanonicalWeight(canonical.format, values, scales)
-    huge = kept.format == "fp4_row32" and bool(((scales > _LARGEST_FP4_SCALE) & (scales < 255)).any())
-    if huge or values.numel() == 0 or not _for_the_cube(role, kept.format):
-        return PlainWeight(role, kept)
-    stacked = values.dim() == 3
-    tiles, lines = _converted(stacked, lambda v, s: _tiles_of(kept.format, v, s), values, scales)
-    return CubeWeight(role, kept.format, kept.shape, tiles, lines)
+def prepare(role: str, canonical: CanonicalWeight, device: torch.device | str = "cpu") -> WeightHandle:
+    """A handle on `device` in the cube's layout, or in the checkpoint's for tables, dense weights and FP4 with a scale of
+    2^122 or more, whose shifted scale no e8m0 byte holds (the kernels refuse to multiply with that one)."""
+    where = torch.device(device)
+    if canonical.values.numel() == 0 or not _for_the_cube(role, canonical.format) or _has_huge_scale(canonical):
+        kept = (_plain(canonical.values, where), _plain(canonical.scales, where))
+        return PlainWeight(role, CanonicalWeight(canonical.format, *kept))
+    values, scales = (_plain(t, t.device) for t in (canonical.values, canonical.scales))
+    tiles, lines = _converted(values.dim() == 3, lambda v, s: _tiles_of(canonical.format, v, s), values, scales)
+    return CubeWeight(role, canonical.format, canonical.shape, tiles.to(where), lines.to(where))
+
+
+def _has_huge_scale(canonical: CanonicalWeight) -> bool:
+    if canonical.format != "fp4_row32":
+        return False
+    scales = _plain(canonical.scales, torch.device("cpu"))
+    return bool(((scales > _LARGEST_FP4_SCALE) & (scales < 255)).any())
 
 
 class PlainWeight(WeightHandle):
@@ -186,8 +192,8 @@ class CubeWeight(WeightHandle):
     def canonical(self) -> CanonicalWeight:
         n, k = self.shape[-2:]
         stacked = len(self.shape) == 3
-        values, scales = _converted(stacked, lambda t, s: _matrices_of(self.format, n, k, t, s), self.tiles, self.lines)
-        return CanonicalWeight(self.format, values, scales)
+        found = _converted(stacked, lambda t, s: _matrices_of(self.format, n, k, t, s), self.tiles, self.lines)
+        return CanonicalWeight(self.format, *(t.to(self.tiles.device) for t in found))
 
     def slot(self, index: int) -> WeightHandle:
         if len(self.shape) != 3:
