@@ -51,6 +51,7 @@ class TileCursor {
       : p_(p), left_(core), cores_(cores), chunk_items_(p.chunk_bytes / item_bytes) {
     chunks = (p.k + chunk_items_ - 1) / chunk_items_;
     across_ = (p.n + p.columns - 1) / p.columns;
+    if (p.offsets != nullptr) start_ = p.offsets[0];
     Settle();
   }
   __aicore__ bool More() const { return group < p_.groups; }
@@ -71,8 +72,8 @@ class TileCursor {
   // Finds the tile with number left_, counted from the current group's first.
   __aicore__ void Settle() {
     for (; group < p_.groups; ++group) {
-      const int32_t begin = Max32(p_.first_row, p_.offsets != nullptr ? p_.offsets[group] : 0);
-      const int32_t end = Min32(p_.last_row, p_.offsets != nullptr ? p_.offsets[group + 1] : ValidRows(p_.count, p_.last_row));
+      const int32_t stop = p_.offsets != nullptr ? p_.offsets[group + 1] : ValidRows(p_.count, p_.last_row);
+      const int32_t begin = Max32(p_.first_row, start_), end = Min32(p_.last_row, stop);
       const int32_t tiles = end > begin ? (end - begin + kTileRows - 1) / kTileRows * across_ : 0;
       if (left_ < tiles) {
         row = begin + left_ / across_ * kTileRows, rows = Min32(kTileRows, end - row);
@@ -81,11 +82,13 @@ class TileCursor {
         return;
       }
       left_ -= tiles;
+      if (p_.offsets != nullptr) start_ = stop;
     }
   }
 
   const Product& p_;
   int32_t left_, cores_, chunk_items_, across_ = 0;
+  int32_t start_ = 0;  // the group's first row
 };
 
 template <class T, bool kMx> struct L0Item {
