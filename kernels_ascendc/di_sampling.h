@@ -1,7 +1,7 @@
-// What the sampling ops share: rows of logits piece by piece, counts and masses in them, and Philox noise.
+// What the sampling ops share: rows of logits piece by piece, counts and masses in them.
 #pragma once
 
-#include "di_rows.h"
+#include "di_philox.h"
 
 namespace {
 
@@ -215,135 +215,6 @@ class LogitsRow {
   float temperature_ = 0.0f;
   DenseRows<float, float> dense_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> x_, work_, ones_, index_, mask_, divisor_, best_, part_;
-};
-
-// Philox4x32-10 on the vector unit, 32-bit words in unsigned lanes, and Gumbel noise from it (design 3.7). Products are
-// made from 16-bit halves, so that no lane ever overflows.
-class PhiloxNoise {
- public:
-  __aicore__ void Init(AscendC::TPipe& pipe) {
-    for (int i = 0; i < kWords; ++i) pipe.InitBuffer(words_[i], kBlocks * 4);
-    for (int i = 0; i < 4; ++i) pipe.InitBuffer(work_[i], kTokens * 4);
-    pipe.InitBuffer(mask_, kTokens / 4);
-    const uint32_t multipliers[2] = {0xD2511F53u, 0xCD9E8D57u};
-    for (int i = 0; i < 2; ++i) {
-      AscendC::Duplicate(Word(kFactors + 2 * i), multipliers[i] & 0xffffu, kBlocks);
-      AscendC::Duplicate(Word(kFactors + 2 * i + 1), multipliers[i] >> 16, kBlocks);
-    }
-    AscendC::Duplicate(Word(kHalf), 0xffffu, kBlocks);
-  }
-
-  // Noise of the ids first .. first + lanes - 1 (first a multiple of 4, lanes of 256).
-  __aicore__ void Gumbel(const AscendC::LocalTensor<float>& to, uint64_t seed, uint32_t position, uint32_t purpose, int32_t first,
-                         uint32_t lanes) {
-    using namespace AscendC;
-    const uint32_t n = lanes / 4;
-    Blocks(seed, position, purpose, first / 4, n);
-    LocalTensor<uint32_t> even = work_[0].Get<uint32_t>(), odd = work_[1].Get<uint32_t>(), all = work_[2].Get<uint32_t>();
-    Interleave(even, even[n], Word(0), Word(2), n);
-    Interleave(odd, odd[n], Word(1), Word(3), n);
-    Interleave(all, all[2 * n], even, odd, 2 * n);
-    FromWords(to, all, lanes);
-  }
-
-  // u of one id: ((word >> 8) + 0.5) * 2^-24, below 1.
-  __aicore__ float Uniform(uint64_t seed, uint32_t position, uint32_t purpose, int32_t id) {
-    Blocks(seed, position, purpose, id / 4, 64);
-    Sync<AscendC::HardEvent::V_S>();
-    const uint32_t top = Word(id % 4).GetValue(0) >> 8;
-    Sync<AscendC::HardEvent::S_V>();
-    const float u = ((float)(int32_t)top + 0.5f) * 5.9604644775390625e-8f;
-    return u < 1.0f ? u : 1.0f - 5.9604644775390625e-8f;
-  }
-
- private:
-  static constexpr int kBlocks = kTokens / 4, kFactors = 8, kHalf = 12, kKey = 13, kTemporary = 14, kWords = 19;
-  __aicore__ AscendC::LocalTensor<uint32_t> Word(int i) { return words_[i].Get<uint32_t>(); }
-
-  // Words 0 to 3: the blocks whose third counter words are first .. first + n - 1.
-  __aicore__ void Blocks(uint64_t seed, uint32_t position, uint32_t purpose, int32_t first, uint32_t n) {
-    using namespace AscendC;
-    Duplicate(Word(0), position, n);
-    Duplicate(Word(1), purpose, n);
-    CreateVecIndex(Word(2).ReinterpretCast<int32_t>(), first, n);
-    Duplicate(Word(3), 0u, n);
-    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      Product(Word(0), Word(kFactors), Word(kFactors + 1), Word(4), Word(5), n);
-      Product(Word(2), Word(kFactors + 2), Word(kFactors + 3), Word(6), Word(7), n);
-      Duplicate(Word(kKey), key0, n);
-      Xor(Word(0), Word(6), Word(1), n);
-      Xor(Word(0), Word(0), Word(kKey), n);
-      Duplicate(Word(kKey), key1, n);
-      Xor(Word(2), Word(4), Word(3), n);
-      Xor(Word(2), Word(2), Word(kKey), n);
-      Copy(Word(1), Word(7), n);
-      Copy(Word(3), Word(5), n);
-      key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
-    }
-  }
-
-  // Upper and lower words of x * (low + 2^16 high).
-  __aicore__ void Product(const AscendC::LocalTensor<uint32_t>& x, const AscendC::LocalTensor<uint32_t>& low,
-                          const AscendC::LocalTensor<uint32_t>& high, const AscendC::LocalTensor<uint32_t>& upper,
-                          const AscendC::LocalTensor<uint32_t>& lower, uint32_t n) {
-    using namespace AscendC;
-    LocalTensor<uint32_t> a = Word(kTemporary), b = Word(kTemporary + 1), inner = Word(kTemporary + 2), outer = Word(kTemporary + 3),
-                          part = Word(kTemporary + 4), half = Word(kHalf);
-    And(a, x, half, n);
-    ShiftRight(b, x, 16u, n);
-    Mul(upper, b, high, n);
-    Mul(lower, a, low, n);
-    Mul(inner, a, high, n);
-    Mul(outer, b, low, n);
-    ShiftRight(a, inner, 16u, n);
-    Add(upper, upper, a, n);
-    ShiftRight(a, outer, 16u, n);
-    Add(upper, upper, a, n);
-    And(inner, inner, half, n);
-    And(outer, outer, half, n);
-    ShiftRight(part, lower, 16u, n);
-    Add(part, part, inner, n);
-    Add(part, part, outer, n);
-    ShiftRight(a, part, 16u, n);
-    Add(upper, upper, a, n);
-    ShiftLeft(part, part, 16u, n);
-    And(lower, lower, half, n);
-    Or(lower, lower, part, n);
-  }
-
-  // -log(-log(u)). Above one half 1 - u is exact where u is not, so log(u) is log1p of its negative there.
-  __aicore__ void FromWords(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<uint32_t>& words, uint32_t lanes) {
-    using namespace AscendC;
-    LocalTensor<float> low = work_[0].Get<float>(), rest = work_[1].Get<float>(), high = work_[2].Get<float>(), minus = work_[3].Get<float>();
-    LocalTensor<int32_t> top = work_[0].Get<int32_t>(), near = work_[1].Get<int32_t>();
-    LocalTensor<uint8_t> mask = mask_.Get<uint8_t>();
-    ShiftRight(top.ReinterpretCast<uint32_t>(), words, 8u, lanes);
-    Muls(near, top, -1, lanes);
-    Adds(near, near, 0xffffff, lanes);
-    Min(near, near, top, lanes);
-    Cast(to, near, RoundMode::CAST_RINT, lanes);
-    Cast(high, top, RoundMode::CAST_RINT, lanes);
-    Adds(to, to, 0.5f, lanes);
-    Muls(to, to, 5.9604644775390625e-8f, lanes);
-    Compares(mask, high, 8388608.0f, CMPMODE::GE, lanes);
-    Ln(low, to, lanes);
-    Muls(minus, to, -1.0f, lanes);
-    Adds(rest, minus, 1.0f, lanes);  // r = 1 - d, rounded; log(1 - d) = log(r) d / (1 - r)
-    Ln(high, rest, lanes);
-    Mul(high, high, to, lanes);
-    Muls(rest, rest, -1.0f, lanes);
-    Adds(rest, rest, 1.0f, lanes);
-    Div(high, high, rest, lanes);
-    Compares(mask[kTokens / 8], rest, 0.0f, CMPMODE::EQ, lanes);  // r is 1 for the smallest d alone: the log is -d
-    Select(high, mask[kTokens / 8], minus, high, SELMODE::VSEL_TENSOR_TENSOR_MODE, lanes);
-    Select(low, mask, high, low, SELMODE::VSEL_TENSOR_TENSOR_MODE, lanes);
-    Muls(low, low, -1.0f, lanes);
-    Ln(to, low, lanes);
-    Muls(to, to, -1.0f, lanes);
-  }
-
-  AscendC::TBuf<AscendC::TPosition::VECCALC> words_[kWords], work_[4], mask_;
 };
 
 // Host side.
