@@ -38,7 +38,7 @@ __simd_callee__ inline void WideProduct(Words& upper, Words& lower, Words& x, Wo
 }
 
 // The blocks whose third counter words are first .. first + 63, as 256 words in the order of the ids that they belong to.
-__simd_callee__ inline void Blocks(Words& w0, Words& w1, Words& w2, Words& w3, uint32_t key0, uint32_t key1, uint32_t position, uint32_t purpose,
+__simd_callee__ inline void PhiloxBlocks(Words& w0, Words& w1, Words& w2, Words& w3, uint32_t key0, uint32_t key1, uint32_t position, uint32_t purpose,
                                    int32_t first, AscendC::Reg::MaskReg& all) {
   using namespace AscendC;
   Words low0, high0, low1, high1, half, key, upper0, lower0, upper1, lower1;
@@ -109,7 +109,7 @@ __simd_vf__ inline void GumbelNoise(__ubuf__ float* to, uint32_t key0, uint32_t 
   Words w0, w1, w2, w3;
   Reg::MaskReg all = Reg::CreateMask<float>();
   for (uint16_t i = 0; i < count; ++i) {
-    Blocks(w0, w1, w2, w3, key0, key1, position, purpose, first + i * 64, all);
+    PhiloxBlocks(w0, w1, w2, w3, key0, key1, position, purpose, first + i * 64, all);
     StoreNoise(to + i * 256, w0, all);
     StoreNoise(to + i * 256 + 64, w1, all);
     StoreNoise(to + i * 256 + 128, w2, all);
@@ -120,7 +120,7 @@ __simd_vf__ inline void FirstWords(__ubuf__ uint32_t* to, uint32_t key0, uint32_
   using namespace AscendC;
   Words w0, w1, w2, w3;
   Reg::MaskReg all = Reg::CreateMask<uint32_t>();
-  Blocks(w0, w1, w2, w3, key0, key1, position, purpose, first, all);
+  PhiloxBlocks(w0, w1, w2, w3, key0, key1, position, purpose, first, all);
   Reg::StoreAlign(to, w0, all);
 }
 
