@@ -48,25 +48,47 @@ __simd_callee__ inline void PutValues(__ubuf__ T* to, AscendC::Reg::RegTensor<bf
   }
 }
 
-// Codes of powers of two, each for 32 values, as BF16: the code is the exponent field, 0 is 2^-127 and 255 is NaN.
+// Codes of powers of two as BF16: the code is the exponent field, 0 is 2^-127 and 255 is NaN.
+__simd_callee__ inline void PowerBits(AscendC::Reg::RegTensor<uint16_t>& bits, AscendC::Reg::RegTensor<uint8_t>& codes, AscendC::Reg::MaskReg& all) {
+  using namespace AscendC;
+  Reg::RegTensor<uint16_t> edge;
+  Reg::MaskReg some;
+  Reg::ShiftLefts(bits, (Reg::RegTensor<uint16_t>&)codes, (int16_t)7, all);
+  Reg::Duplicate(edge, 0x0040);
+  Reg::Max(bits, bits, edge, all);
+  Reg::Duplicate(edge, 0x7fc0);
+  Reg::Compares<uint16_t, CMPMODE::EQ>(some, bits, (uint16_t)0x7f80, all);
+  Reg::Select(bits, edge, bits, some);
+}
+// Scales of rows, each for 32 values.
 __simd_vf__ inline void PowerScales(__ubuf__ uint16_t* to, __ubuf__ uint8_t* from, uint16_t rows, uint32_t width, uint32_t from_pitch) {
   using namespace AscendC;
   Reg::RegTensor<uint8_t> raw;
-  Reg::RegTensor<uint16_t> bits, tiny, bad, twice, rest;
-  Reg::MaskReg all = Reg::CreateMask<uint16_t>(), edge;
+  Reg::RegTensor<uint16_t> bits, twice, rest;
+  Reg::MaskReg all = Reg::CreateMask<uint16_t>();
   uint32_t count = width / 16;
   Reg::MaskReg some = Reg::UpdateMask<uint16_t>(count);
-  Reg::Duplicate(tiny, 0x0040);
-  Reg::Duplicate(bad, 0x7fc0);
   for (uint16_t r = 0; r < rows; ++r) {
     Reg::LoadAlign<uint8_t, Reg::LoadDist::DIST_UNPACK_B8>(raw, from + r * from_pitch);
-    Reg::ShiftLefts(bits, (Reg::RegTensor<uint16_t>&)raw, (int16_t)7, all);
-    Reg::Compares<uint16_t, CMPMODE::EQ>(edge, bits, (uint16_t)0, all);
-    Reg::Select(bits, tiny, bits, edge);
-    Reg::Compares<uint16_t, CMPMODE::EQ>(edge, bits, (uint16_t)0x7f80, all);
-    Reg::Select(bits, bad, bits, edge);
+    PowerBits(bits, raw, all);
     Reg::Interleave(twice, rest, bits, bits);
     Reg::StoreAlign(to + r * kScaleLine, twice, some);
+  }
+}
+// `count` scales side by side: each is written twice, for 16 values.
+__simd_vf__ inline void PackedScales(__ubuf__ uint16_t* to, __ubuf__ uint8_t* from, uint32_t count) {
+  using namespace AscendC;
+  Reg::RegTensor<uint8_t> raw;
+  Reg::RegTensor<uint16_t> bits, first, second;
+  Reg::MaskReg all = Reg::CreateMask<uint16_t>();
+  uint32_t left = 2 * count;
+  for (uint32_t i = 0; i < count; i += 128) {
+    Reg::MaskReg some = Reg::UpdateMask<uint16_t>(left), others = Reg::UpdateMask<uint16_t>(left);
+    Reg::LoadAlign<uint8_t, Reg::LoadDist::DIST_UNPACK_B8>(raw, from + i);
+    PowerBits(bits, raw, all);
+    Reg::Interleave(first, second, bits, bits);
+    Reg::StoreAlign(to + 2 * i, first, some);
+    Reg::StoreAlign(to + 2 * i + 128, second, others);
   }
 }
 
@@ -87,7 +109,8 @@ __simd_vf__ inline void SmallScales(__ubuf__ bfloat16_t* to, __ubuf__ fp8_e4m3fn
 }
 
 template <class T>
-__simd_vf__ inline void PlaceFp4(__ubuf__ T* to, __ubuf__ fp4x2_e2m1_t* from, __ubuf__ bfloat16_t* scales, uint16_t rows, uint32_t width, uint32_t from_pitch, uint32_t pitch) {
+__simd_vf__ inline void PlaceFp4(__ubuf__ T* to, __ubuf__ fp4x2_e2m1_t* from, __ubuf__ bfloat16_t* scales, uint16_t rows, uint32_t width, uint32_t from_pitch,
+                                      uint32_t scale_pitch, uint32_t pitch) {
   using namespace AscendC;
   Reg::RegTensor<fp4x2_e2m1_t> codes;
   Reg::RegTensor<bfloat16_t> values, scale;
@@ -96,7 +119,7 @@ __simd_vf__ inline void PlaceFp4(__ubuf__ T* to, __ubuf__ fp4x2_e2m1_t* from, __
     for (uint32_t c = 0; c < width; c += 128) {
       Reg::LoadAlign<fp4x2_e2m1_t, Reg::LoadDist::DIST_UNPACK4_B8>(codes, from + r * from_pitch + c / 2);
       Reg::Cast<bfloat16_t, fp4x2_e2m1_t, kPart0>(values, codes, all);
-      Reg::LoadAlign<bfloat16_t, Reg::LoadDist::DIST_E2B_B16>(scale, scales + r * kScaleLine + c / 16);
+      Reg::LoadAlign<bfloat16_t, Reg::LoadDist::DIST_E2B_B16>(scale, scales + r * scale_pitch + c / 16);
       Reg::Mul(values, values, scale, all);
       PutValues<T>(to + r * (32 / sizeof(T)) + c * pitch, values, pitch, width - c);
     }
@@ -183,11 +206,11 @@ __aicore__ inline void PlaceRows(const AscendC::LocalTensor<T>& tile, int32_t fi
     if constexpr (sizeof(T) == 4) asc_vf_call<PlaceFloat>(to, (__ubuf__ float*)from, n, width, line / 4, pitch);
   } else if (format == DI_FP4_16) {
     asc_vf_call<SmallScales>((__ubuf__ bfloat16_t*)scale, (__ubuf__ fp8_e4m3fn_t*)(from + width / 2), n, width, line);
-    asc_vf_call<PlaceFp4<T>>(to, (__ubuf__ fp4x2_e2m1_t*)from, (__ubuf__ bfloat16_t*)scale, n, width, line, pitch);
+    asc_vf_call<PlaceFp4<T>>(to, (__ubuf__ fp4x2_e2m1_t*)from, (__ubuf__ bfloat16_t*)scale, n, width, line, kScaleLine, pitch);
   } else {
     asc_vf_call<PowerScales>(scale, from + CodeBytes(format, width), n, width, line);
     if (format == DI_FP8_32) asc_vf_call<PlaceFp8<T>>(to, (__ubuf__ fp8_e4m3fn_t*)from, (__ubuf__ bfloat16_t*)scale, n, width, line, pitch);
-    else asc_vf_call<PlaceFp4<T>>(to, (__ubuf__ fp4x2_e2m1_t*)from, (__ubuf__ bfloat16_t*)scale, n, width, line, pitch);
+    else asc_vf_call<PlaceFp4<T>>(to, (__ubuf__ fp4x2_e2m1_t*)from, (__ubuf__ bfloat16_t*)scale, n, width, line, kScaleLine, pitch);
   }
 }
 template <class T>
@@ -218,6 +241,18 @@ __aicore__ inline void FetchPair(const AscendC::LocalTensor<uint8_t>& to, const 
   if (apart >= RowBytes(format, width) && scales > 0 && apart < most && scales < most) return FetchRows(to, a, 2, apart, scales, format, width);
   FetchRows(to, a, 1, RowBytes(format, width), RowBytes(format, width), format, width);
   FetchRows(to[RowPitch(format, width)], b, 1, RowBytes(format, width), RowBytes(format, width), format, width);
+}
+
+// mxfp4 rows, codes and scales side by side of their own kind: `rows` of them from row `first` of the tile and of both on. Rows that
+// follow each other in a cache block come so by two bursts. The width is a multiple of 128, `first` one of 8.
+template <class T>
+__aicore__ inline void PlacePacked(const AscendC::LocalTensor<T>& tile, int32_t first, int32_t rows, const AscendC::LocalTensor<uint8_t>& codes,
+                                   const AscendC::LocalTensor<uint8_t>& scales, const AscendC::LocalTensor<uint16_t>& room, uint32_t width, uint32_t pitch) {
+  const uint32_t groups = width / 32;
+  __ubuf__ uint16_t* scale = (__ubuf__ uint16_t*)room.GetPhyAddr() + first * groups * 2;
+  asc_vf_call<PackedScales>(scale, (__ubuf__ uint8_t*)scales.GetPhyAddr() + first * groups, (uint32_t)rows * groups);
+  asc_vf_call<PlaceFp4<T>>((__ubuf__ T*)tile.GetPhyAddr() + first * (32 / sizeof(T)), (__ubuf__ fp4x2_e2m1_t*)codes.GetPhyAddr() + first * (width / 2),
+                           (__ubuf__ bfloat16_t*)scale, (uint16_t)rows, width, width / 2, groups * 2, pitch);
 }
 
 }  // namespace
