@@ -97,7 +97,7 @@ template <class T> class Walk {
       if (!NextItem(s)) return false;
       s.first = true;
     }
-    const int32_t pieces = (pieces_ + segments_ - 1) / segments_;  // even segments, as far as they go
+    const int32_t pieces = pieces_ / segments_;  // even segments, as far as they go
     s.keys = Min32(left_, pieces * kKeys);
     left_ -= s.keys, pieces_ -= pieces, --segments_;
     s.last = left_ == 0;

@@ -49,28 +49,28 @@ __simd_callee__ inline void PutValues(__ubuf__ T* to, AscendC::Reg::RegTensor<bf
 }
 
 // Codes of powers of two as BF16: the code is the exponent field, 0 is 2^-127 and 255 is NaN.
-__simd_callee__ inline void PowerBits(AscendC::Reg::RegTensor<uint16_t>& bits, AscendC::Reg::RegTensor<uint8_t>& codes, AscendC::Reg::MaskReg& all) {
+__simd_callee__ inline void PowerBits(AscendC::Reg::RegTensor<uint16_t>& bits, AscendC::Reg::RegTensor<uint8_t>& codes, AscendC::Reg::RegTensor<uint16_t>& tiny,
+                                      AscendC::Reg::RegTensor<uint16_t>& bad, AscendC::Reg::MaskReg& all) {
   using namespace AscendC;
-  Reg::RegTensor<uint16_t> edge;
   Reg::MaskReg some;
   Reg::ShiftLefts(bits, (Reg::RegTensor<uint16_t>&)codes, (int16_t)7, all);
-  Reg::Duplicate(edge, 0x0040);
-  Reg::Max(bits, bits, edge, all);
-  Reg::Duplicate(edge, 0x7fc0);
+  Reg::Max(bits, bits, tiny, all);
   Reg::Compares<uint16_t, CMPMODE::EQ>(some, bits, (uint16_t)0x7f80, all);
-  Reg::Select(bits, edge, bits, some);
+  Reg::Select(bits, bad, bits, some);
 }
 // Scales of rows, each for 32 values.
 __simd_vf__ inline void PowerScales(__ubuf__ uint16_t* to, __ubuf__ uint8_t* from, uint16_t rows, uint32_t width, uint32_t from_pitch) {
   using namespace AscendC;
   Reg::RegTensor<uint8_t> raw;
-  Reg::RegTensor<uint16_t> bits, twice, rest;
+  Reg::RegTensor<uint16_t> bits, tiny, bad, twice, rest;
   Reg::MaskReg all = Reg::CreateMask<uint16_t>();
+  Reg::Duplicate(tiny, 0x0040);
+  Reg::Duplicate(bad, 0x7fc0);
   uint32_t count = width / 16;
   Reg::MaskReg some = Reg::UpdateMask<uint16_t>(count);
   for (uint16_t r = 0; r < rows; ++r) {
     Reg::LoadAlign<uint8_t, Reg::LoadDist::DIST_UNPACK_B8>(raw, from + r * from_pitch);
-    PowerBits(bits, raw, all);
+    PowerBits(bits, raw, tiny, bad, all);
     Reg::Interleave(twice, rest, bits, bits);
     Reg::StoreAlign(to + r * kScaleLine, twice, some);
   }
@@ -79,13 +79,15 @@ __simd_vf__ inline void PowerScales(__ubuf__ uint16_t* to, __ubuf__ uint8_t* fro
 __simd_vf__ inline void PackedScales(__ubuf__ uint16_t* to, __ubuf__ uint8_t* from, uint32_t count) {
   using namespace AscendC;
   Reg::RegTensor<uint8_t> raw;
-  Reg::RegTensor<uint16_t> bits, first, second;
+  Reg::RegTensor<uint16_t> bits, tiny, bad, first, second;
   Reg::MaskReg all = Reg::CreateMask<uint16_t>();
+  Reg::Duplicate(tiny, 0x0040);
+  Reg::Duplicate(bad, 0x7fc0);
   uint32_t left = 2 * count;
   for (uint32_t i = 0; i < count; i += 128) {
     Reg::MaskReg some = Reg::UpdateMask<uint16_t>(left), others = Reg::UpdateMask<uint16_t>(left);
     Reg::LoadAlign<uint8_t, Reg::LoadDist::DIST_UNPACK_B8>(raw, from + i);
-    PowerBits(bits, raw, all);
+    PowerBits(bits, raw, tiny, bad, all);
     Reg::Interleave(first, second, bits, bits);
     Reg::StoreAlign(to + 2 * i, first, some);
     Reg::StoreAlign(to + 2 * i + 128, second, others);
