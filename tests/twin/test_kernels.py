@@ -74,3 +74,23 @@ def test_a_call_that_local_memory_cannot_hold_is_refused_with_the_numbers():
     with pytest.raises(Exception, match="at most 2048 experts in local memory, got 4096") as caught:
         twin.bind(card)(**args)
     assert not isinstance(caught.value, BadCall)
+
+
+def test_calls_made_while_arguments_are_read_do_not_disturb():
+    """Reading a weight's layout runs Python, where another thread's call can come in between."""
+    card, other = get_card("linear"), get_card("rms_norm")
+    args = card.generate(smoke_cases("linear")[0], 5, "cpu", prepare)
+    inner = other.generate(smoke_cases("rms_norm")[0], 5, "cpu", prepare)
+    whole = args["weight"]
+
+    class Interrupted:
+        @property
+        def native(self):
+            twin.bind(other)(**inner)
+            return whole.native
+
+    twin.bind(card)(**args)
+    first = args["out"].clone()
+    args["out"].zero_()
+    twin.bind(card)(**{**args, "weight": Interrupted()})
+    assert torch.equal(args["out"], first)

@@ -45,18 +45,22 @@ int64_t item_bytes(int dtype) {
   return dtype == DI_U8 ? 1 : dtype == DI_BF16 ? 2 : dtype == DI_I64 || dtype == DI_F64 ? 8 : 4;
 }
 
-twin::Seat* calling = nullptr;  // the rank whose call is read; null without ranks
+// Memory that a call may touch. Reading arguments can run Python, which lets calls of other threads in between, so it is
+// kept by the call and handed over when all is read.
+struct Allowed {
+  void* data;
+  uint64_t bytes;
+  const char* what;
+};
 
-void allow(const di_tensor& t, const char* what) {
+void allow(std::vector<Allowed>& all, const di_tensor& t, const char* what) {
   if (t.data == nullptr) return;
   int64_t last = 0;
   for (int i = 0; i < t.ndim; ++i) {
     if (t.shape[i] == 0) return;
     last += (t.shape[i] - 1) * t.stride[i];
   }
-  const uint64_t bytes = (uint64_t)((last + 1) * item_bytes(t.dtype));
-  if (calling == nullptr) twin::add_region(t.data, bytes, what);
-  else calling->world->allow(calling->rank, t.data, bytes, what);
+  all.push_back({t.data, (uint64_t)((last + 1) * item_bytes(t.dtype)), what});
 }
 
 [[noreturn]] void raise(const py::object& type, const std::string& text) {
@@ -96,10 +100,14 @@ class Kernel {
     std::vector<int64_t> ints;
     std::vector<double> reals;
     twin::Seat* seat = stream->seat;
-    calling = seat;
+    std::vector<Allowed> allowed;
+    for (size_t i = 0; i < values.size(); ++i) read(values[i], i, tensors, ints, reals, allowed);
     if (seat == nullptr) twin::forget_regions();
     else seat->world->keep(std::make_shared<std::vector<py::object>>(values));
-    for (size_t i = 0; i < values.size(); ++i) read(values[i], i, tensors, ints, reals);
+    for (const Allowed& one : allowed) {
+      if (seat == nullptr) twin::add_region(one.data, one.bytes, one.what);
+      else seat->world->allow(seat->rank, one.data, one.bytes, one.what);
+    }
     static const size_t kWorkspace = 64u << 20;
     static std::unique_ptr<uint8_t, void (*)(void*)> workspace(static_cast<uint8_t*>(aligned_alloc(512, kWorkspace)),
                                                                free);
@@ -119,7 +127,7 @@ class Kernel {
   }
 
   void read(const py::object& value, size_t i, std::vector<di_tensor>& tensors, std::vector<int64_t>& ints,
-            std::vector<double>& reals) const {
+            std::vector<double>& reals, std::vector<Allowed>& allowed) const {
     const auto refuse = [&](const char* what) { raise(bad_call, op_ + ": " + names_[i] + " must be " + what); };
     di_tensor t{};
     switch (kinds_[i]) {
@@ -127,15 +135,15 @@ class Kernel {
         if (!value.is_none() && (!PyObject_TypeCheck(value.ptr(), tensor_type) || !reader.read(value.ptr(), &t)))
           refuse("a dense tensor in host memory");
         tensors.push_back(t);
-        return allow(t, names_[i].c_str());
+        return allow(allowed, t, names_[i].c_str());
       case 'w': {
         if (value.is_none()) return tensors.insert(tensors.end(), 2, t), void();
         if (!py::hasattr(value, "native") || !py::isinstance<Packed>(value.attr("native")))
           refuse("a weight handle that this backend prepared");
         const auto& packed = value.attr("native").cast<const Packed&>();
         tensors.push_back(packed.values), tensors.push_back(packed.scales);
-        allow(packed.memory[0], names_[i].c_str());
-        return allow(packed.memory[1], names_[i].c_str());
+        allow(allowed, packed.memory[0], names_[i].c_str());
+        return allow(allowed, packed.memory[1], names_[i].c_str());
       }
       case 'i':
         if (value.is_none()) refuse("an integer");
