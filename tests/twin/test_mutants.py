@@ -97,7 +97,7 @@ def test_a_flag_is_forgotten_at_all_the_places_that_set_it():
 
 @pytest.mark.full
 def test_reports_name_nearly_all_mutants_of_every_kernel():
-    found = list(mutant_cases.explore(twin.ops()))
+    found = [*mutant_cases.explore(twin.ops()), *mutant_cases.explore_ranks()]
     kernels = sorted({kernel for f in found for kernel in f.kernels})
     results = [result for _, _, some in mutate.mutate(kernels, found, 2) for result in some]
     check(results)

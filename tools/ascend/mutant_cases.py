@@ -10,6 +10,8 @@ import torch
 from deepinfer_ascend import twin
 from deepinfer_ascend.backend import TWIN_INDEX, AscendBackend
 from deepinfer_hal.card import Case, get_card
+from deepinfer_hal.conformance.communication import communication_cases
+from deepinfer_hal.conformance.verdict import CheckFailed
 from deepinfer_hal.errors import BackendError
 from deepinfer_hal.weights import CanonicalWeight
 
@@ -20,7 +22,12 @@ ALWAYS_INSTRUCTIONS = 20_000  # the longest case up to here is always taken: loo
 ROUNDS = 3  # a site that a core reaches this often has met its own earlier use through two buffers
 MORE_CASES = (  # for loops that no case of the cards goes round often enough on two cores
     Case("linear", {"T": 33, "K": 96, "N": 70, "x": "u8", "w": "fp8_block32", "out": "f32"}),
+    Case("linear", {"T": 33, "K": 4128, "N": 96, "x": "u8", "w": "fp8_block32", "out": "u8"}),
+    Case("linear", {"T": 33, "K": 96, "N": 70, "x": "f32", "w": "bf16", "out": "f32"}),
+    Case("ep_dispatch", {"T": 150, "K": 64, "E": 8, "k": 2, "x": "u8", "weights": True}),
+    Case("ep_combine", {"T": 150, "H": 64, "k": 2, "dtype": "bf16", "shared": True}),
 )
+RANK_CASES = ("ranks(op=dispatch_and_combine,world=2)", "ranks(op=dispatch_and_combine,world=4)")
 LAUNCHES = ((1, 1), (2, 9))  # (cube cores, seed of the scheduler): few cores, so that each has several tiles or rows
 
 
@@ -83,9 +90,24 @@ def explore(ops: Iterable[str]) -> Iterator[Found]:
                 yield Found(op, case, rows, sites, partners)
 
 
+def explore_ranks() -> Iterator[Found]:
+    """The suite's cases of several ranks, all in this process."""
+    module = twin.module()
+    for case in communication_cases():
+        if not case.id.startswith(RANK_CASES):
+            continue
+        module.record_sites()
+        try:
+            case.run(AscendBackend(), TWIN_INDEX)
+        finally:
+            sites, partners = module.recorded_sites(), module.recorded_partners()
+            module.stop_mutation()
+        yield Found("", case, MOST_INSTRUCTIONS, sites, partners)
+
+
 def choose(found: list[Found], kernel: str) -> list[Found]:
     """The cases for a kernel: one after another, that which shows most that is new for its length. Cheapest first."""
-    left = [f for f in found if kernel in f.kernels]
+    left = [f for f in found if kernel in f.kernels and f.op]
     chosen = sorted((f for f in left if f.instructions <= ALWAYS_INSTRUCTIONS), key=lambda f: f.instructions)[-1:]
     left = [f for f in left if f not in chosen]
     seen = set().union(*(f.features(kernel) for f in chosen))
@@ -120,6 +142,24 @@ class Ready:
         return "", same
 
 
+@dataclass
+class ReadyRanks:
+    """A case of several ranks, which checks its results itself."""
+
+    case: Any
+
+    def run(self) -> tuple[str, bool]:
+        """What the twin reports, and whether the results are right."""
+        try:
+            self.case.run(AscendBackend(), TWIN_INDEX)
+        except CheckFailed as failed:
+            if "raised RuntimeError" in str(failed):
+                raise
+            reported = "BackendError" in str(failed) or "CommunicatorTimeout" in str(failed)
+            return (str(failed) if reported else ""), False
+        return "", True
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8).clone()
 
@@ -133,11 +173,14 @@ def with_bad_rows(op: str, args: dict[str, Any]) -> dict[str, Any]:
     return args
 
 
-def make_ready(found: Iterable[Found], bad_rows: bool = False) -> list[Ready]:
+def make_ready(found: Iterable[Found], bad_rows: bool = False) -> list[Ready | ReadyRanks]:
     """Cases with their expected results, each for every way of LAUNCHES; raises if an unchanged kernel is reported."""
     ready = []
     change = with_bad_rows if bad_rows else lambda op, args: args
     for f in found:
+        if not f.op:
+            ready.append(ReadyRanks(f.case))
+            continue
         for cores, seed in LAUNCHES:
             first = Ready(f.op, change(f.op, arguments(f.op, f.case)), cores, seed)
             again = change(f.op, arguments(f.op, f.case))

@@ -56,6 +56,7 @@ def _start(job: tuple, ready: list, partners: mutants.Partners) -> tuple[int, in
         return child, reading
     try:
         signal.alarm(SECONDS)
+        torch.set_num_threads(1)  # torch replaces the threads that a child does not have; cases of several ranks cannot
         os.close(reading)
         os.write(writing, json.dumps(_judge(*job, ready, partners)).encode()[:60000])
     finally:
@@ -166,7 +167,7 @@ def main() -> int:
         return 1
     torch.set_num_threads(1)
     begun = time.monotonic()
-    found = list(mutant_cases.explore(options.op or twin.ops()))
+    found = [*mutant_cases.explore(options.op or twin.ops()), *(() if options.op else mutant_cases.explore_ranks())]
     known = sorted({kernel for f in found for kernel in f.kernels})
     unknown = sorted(set(options.kernel or ()) - set(known))
     if unknown:

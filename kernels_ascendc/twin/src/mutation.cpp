@@ -22,6 +22,14 @@ std::vector<Site> chosen;
 Change chosen_change = kNothing;
 bool recording = false;
 
+struct RecentMask {
+  uint64_t bits[4];
+  Where where;
+};
+constexpr uint32_t kRecent = 8;
+RecentMask recent[kRecent];
+uint32_t next_recent = 0;
+
 // The function that was launched, without template arguments: instantiations share their sites.
 std::string kernel_name() {
   const char* name = running_launch == nullptr ? "" : running_launch->name;
@@ -77,9 +85,24 @@ void note_partners(const Partners& found) {
   pairs.push_back(found);
 }
 
+void note_mask(const uint64_t* bits, Where where) {
+  if (!recording) return;
+  RecentMask& mask = recent[next_recent++ % kRecent];
+  memcpy(mask.bits, bits, sizeof mask.bits);
+  mask.where = where;
+}
+void note_mask_use(const uint64_t* bits, Where where) {
+  if (!recording) return;
+  for (uint32_t i = 1; i <= kRecent && i <= next_recent; ++i) {
+    const RecentMask& mask = recent[(next_recent - i) % kRecent];
+    if (memcmp(mask.bits, bits, sizeof mask.bits) == 0) return note_partners({mask.where, where, -1});
+  }
+}
+
 void record() {
   sites.clear();
   pairs.clear();
+  next_recent = 0;
   recording = active = true;
 }
 std::vector<Site> recorded() { return sites; }

@@ -217,6 +217,7 @@ void put_bytes(Pipe& pipe, const void* address, const uint8_t* data, const uint6
 void reg_store(void* address, const Register& s, Store how, int unit, const Mask& mask, Where where) {
   Pipe& pipe = start(op_StoreAlign, where);
   if (tracing) note_chain(nullptr, op_StoreAlign, s.ready);
+  mutation::mask_use(mask.bits, where);
   const ByteMask active = spread(mask, unit);
   if (how == Store::FIRST) {
     const uint64_t one[4] = {(uint64_t(1) << unit) - 1, 0, 0, 0};
@@ -251,6 +252,7 @@ void reg_store(void* address, const Register& s, Store how, int unit, const Mask
 void reg_store_blocks(void* address, const Register& s, uint32_t stride, int unit, const Mask& mask, Where where) {
   Pipe& pipe = start(op_StoreAlign, where);
   if (tracing) note_chain(nullptr, op_StoreAlign, s.ready);
+  mutation::mask_use(mask.bits, where);
   const ByteMask active = spread(mask, unit);
   bool good = true;
   for (int i = 0; i < 4; ++i) good = good && (s.valid[i] & active.bits[i]) == active.bits[i];

@@ -55,6 +55,13 @@ inline void partners(Where first, Where second, int32_t event = -1) {
   if (__builtin_expect(active, 0)) note_partners({first, second, event});
 }
 
+// A mask made at `where`, and a mask used there: the use is the partner of the last mask with the same bits.
+void note_mask(const uint64_t* bits, Where where);
+void note_mask_use(const uint64_t* bits, Where where);
+inline void mask_use(const uint64_t* bits, Where where) {
+  if (__builtin_expect(active, 0)) note_mask_use(bits, where);
+}
+
 void record();                                // forgets what was recorded, and records from here on
 std::vector<Site> recorded();
 std::vector<Partners> recorded_partners();

@@ -72,8 +72,9 @@ Mask mask_of(int pattern, int unit);
 Mask mask_of_count(uint32_t count, int unit);
 namespace mutation {
 inline Mask mask_at(Where where, const Mask& mask, const Mask& full) {
-  const bool partial = __builtin_expect(active, 0) && memcmp(&mask, &full, sizeof mask) != 0;
-  return at(kMask, where, 0, partial) == kDrop ? full : mask;
+  if (__builtin_expect(!active, 1)) return mask;
+  note_mask(mask.bits, where);
+  return change_at(kMask, where, 0, memcmp(&mask, &full, sizeof mask) != 0) == kDrop ? full : mask;
 }
 }  // namespace mutation
 
