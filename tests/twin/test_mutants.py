@@ -68,7 +68,8 @@ def test_a_report_names_a_site_by_its_line_its_partner_or_the_pipes_it_orders():
     assert names("deadlock at /a/k.asc:120 on x", flag, Partners()) == "elsewhere"
     assert names("WaitFlag at /a/k.asc:14", flag, Partners([("/a/k.asc:12", "/a/k.asc:14", "MTE2_V")])) == "ends"
     assert names(race, flag, Partners()) == "ends"
-    assert names(race.replace("pipe V", "pipe M"), flag, Partners()) == "elsewhere"
+    assert names(race.replace("pipe V", "pipe M"), flag, Partners()) == "ends"
+    assert names(race.replace("pipe MTE2", "pipe S").replace("pipe V", "pipe M"), flag, Partners()) == "elsewhere"
 
 
 def test_a_mask_that_is_always_full_and_no_other_site_is_left_out():

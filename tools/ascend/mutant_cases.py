@@ -22,9 +22,11 @@ ALWAYS_INSTRUCTIONS = 20_000  # the longest case up to here is always taken: loo
 ROUNDS = 3  # a site that a core reaches this often has met its own earlier use through two buffers
 MORE_CASES = (  # for loops that no case of the cards goes round often enough on two cores
     Case("linear", {"T": 33, "K": 96, "N": 70, "x": "u8", "w": "fp8_block32", "out": "f32"}),
-    Case("linear", {"T": 33, "K": 4128, "N": 96, "x": "u8", "w": "fp8_block32", "out": "u8"}),
+    Case("linear", {"T": 33, "K": 8224, "N": 96, "x": "u8", "w": "fp8_block32", "out": "u8"}),
     Case("linear", {"T": 33, "K": 96, "N": 70, "x": "f32", "w": "bf16", "out": "f32"}),
     Case("ep_dispatch", {"T": 150, "K": 64, "E": 8, "k": 2, "x": "u8", "weights": True}),
+    Case("ep_dispatch", {"T": 300, "K": 32, "E": 8, "k": 2, "x": "u8", "holes": "all"}),
+    Case("hyper_connection_pre", {"T": 5, "m": 2, "H": 72, "dtype": "f32"}),
     Case("ep_combine", {"T": 150, "H": 64, "k": 2, "dtype": "bf16", "shared": True}),
 )
 RANK_CASES = ("ranks(op=dispatch_and_combine,world=2)", "ranks(op=dispatch_and_combine,world=4)")

@@ -117,8 +117,8 @@ def names(report: str, mutant: Mutant, partners: Partners) -> str:
     """How a report names a mutant: "site", "ends" or "elsewhere".
 
     The ends are the other half of a pair (the WaitFlag of a SetFlag, the DeQue of an EnQue, ... as `partners` has them from
-    the runs without a change), two unordered instructions on pipes that the site orders (or, the later one on the pipe that
-    waits, where the flag hands on what its other pipe had waited for), the flag of the same event whose place a wrong id took,
+    the runs without a change), two unordered instructions of which the earlier one is on the pipe that sets the flag or the later
+    one on the pipe that waits for it (the other one may be what its pipe had waited for, or hands the order on to), the flag of the same event whose place a wrong id took,
     or the barrier that the report misses.
     """
     if any(_holds(report, place) for place in mutant.places):
@@ -132,7 +132,7 @@ def names(report: str, mutant: Mutant, partners: Partners) -> str:
     wanted = mutant.detail.split("_")
     between_cores = mutant.kind in ("SyncAll", "CrossCoreSetFlag", "CrossCoreWaitFlag", "LocalMemBar")
     for pipes in _pipes_of_races(report):
-        if between_cores or mutant.detail == "ALL" or set(wanted) <= set(pipes) or pipes[1] == wanted[-1]:
+        if between_cores or mutant.detail == "ALL" or pipes[0] == wanted[0] or pipes[1] == wanted[-1]:
             return "ends"
     return "elsewhere"
 

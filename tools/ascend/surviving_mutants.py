@@ -31,6 +31,12 @@ _MOVED = (
     "equivalent where a group moves rows: the queue that moves them orders the same buffers. A group without a valid expert "
     "moves none, and then the flag is needed; no case has two such groups on a core."
 )
+_LOCKSTEP = (
+    "equivalent in today's schedule: a vector core decodes piece p only when it has added up piece p - 2, so kScoresReady and the "
+    "flags behind it already say that every second buffer is free, and kKeysReady, set later by the same pipe, that the query is "
+    "there. The flags count on their own, so that the schedule can change without a race."
+)
+_LATER = "equivalent: a later flag of the same pipe and event, set for the keys, is waited for before anything is used."
 SURVIVORS = (
     Survivor(
         "",
@@ -70,22 +76,38 @@ SURVIVORS = (
         "ep_dispatch has no next. ep_combine has, and its mutant is caught.",
     ),
     *(Survivor("ep_dispatch_kernel", "ep.asc", "SetFlag", detail, "forget", _MOVED) for detail in ("S_MTE2", "MTE3_S")),
+    *(
+        Survivor("score_index_kernel", "score_index.asc", kind, detail, "forget", _LOCKSTEP)
+        for kind, detail in (("SetFlag", "FIX_M"), ("CrossCoreSetFlag", "mode 2"))
+    ),
+    Survivor("sparse_attention_kernel", "sparse_attention.asc", "SetFlag", "MTE2_V", "forget", _LATER),
     Survivor(
-        "coded_kernel",
-        "di_cube.h",
-        "SetFlag",
-        "MTE1_MTE2",
+        "sparse_attention_kernel",
+        "sparse_attention.asc",
+        "CrossCoreSetFlag",
+        "mode 2",
         "forget",
-        "not reached: no small case with a quantised result gives one core a fourth chunk, which would use a stage of L1 again. "
-        "The same line's mutant in cube_kernel, which shares the code, is caught.",
+        "equivalent: kQueryReady is implied by kKeysReady, which the same pipe sets after it and the cube waits for before it reads "
+        "either; kScoresFree by kWeightsReady, since a place for scores is used again only behind products with the weights "
+        "that were made from them. Each counts on its own, so that the schedule can change without a race.",
     ),
     Survivor(
-        "coded_kernel",
-        "di_encode.h",
+        "sparse_attention_kernel",
+        "sparse_attention.asc",
+        "CrossCoreWaitFlag",
+        "MTE3",
+        "up",
+        "caught by a deadlock that names the waits of the cube core: the wrong counter is one that the cube core fills later, and "
+        "the core that took it goes on.",
+    ),
+    Survivor(
+        "score_index_kernel",
+        "score_index.asc",
         "mask",
         "",
         "drop",
-        "caught, a few lines off: without the mask, lanes that nothing has written reach the store, which the report names.",
+        "caught, a few lines off: the lanes behind the count come from a register that nothing has written, and the report names "
+        "the store of all lanes that follows.",
     ),
 )
 
