@@ -94,8 +94,8 @@ def page(report: dict) -> str:
     left = "## Not named, and why\n\n"
     broken = (
         "## Whole kernels with one mistake\n\n"
-        f"{len(BUGS)} mistakes as ports make them. `tests/twin/broken/bugs.py` holds each as one replaced text in the sources that\n"
-        "ship, so they stay in step: a replacement that does not fit any more fails in CI. `pytest -m full\n"
+        f"{len(BUGS)} mistakes as ports make them. `tests/twin/broken/bugs.py` holds each as one replaced text in the sources\n"
+        "that ship, so they stay in step: a replacement that does not fit any more fails in CI. `pytest -m full\n"
         "tests/twin/test_broken_kernels.py` compiles them and checks who catches each, and what the message says.\n\n"
     )
     parts = [head + "\n".join(table(report)), left + "\n".join(survivors(report)), broken + "\n".join(bugs())]

@@ -117,9 +117,9 @@ def names(report: str, mutant: Mutant, partners: Partners) -> str:
     """How a report names a mutant: "site", "ends" or "elsewhere".
 
     The ends are the other half of a pair (the WaitFlag of a SetFlag, the DeQue of an EnQue, ... as `partners` has them from
-    the runs without a change), two unordered instructions of which the earlier one is on the pipe that sets the flag or the later
-    one on the pipe that waits for it (the other one may be what its pipe had waited for, or hands the order on to), the flag of the same event whose place a wrong id took,
-    or the barrier that the report misses.
+    the runs without a change); two unordered instructions of which the earlier one is on the pipe that sets the flag or the
+    later one on the pipe that waits for it (the other one may be what its pipe had waited for, or hands the order on to); the
+    flag of the same event whose place a wrong id took; or the barrier that the report misses.
     """
     if any(_holds(report, place) for place in mutant.places):
         return "site"
