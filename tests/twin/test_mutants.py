@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "backends/ascend"), str(ROOT / "tests/conformance"), str(ROOT / "tools/ascend")]
 
 import mutant_cases  # noqa: E402
+import mutant_page  # noqa: E402
 import mutate  # noqa: E402
 from deepinfer_ascend import twin  # noqa: E402
 from mutants import CHANGES, Mutant, Partners, mutants_of, names, summary  # noqa: E402
@@ -120,3 +121,8 @@ def test_the_stored_report_keeps_the_bar_and_every_reason_has_its_survivor():
     assert (report["total"], report["kernels"]) == (again["total"], again["kernels"])
     survivors = [r for r in report["results"] if r["outcome"] not in NAMED]
     assert all(any(entry.matches(r) for r in survivors) for entry in SURVIVORS)
+
+
+@pytest.mark.skipif(not REPORT.exists(), reason="no stored report")
+def test_the_page_is_made_from_the_stored_report():
+    assert mutant_page.PAGE.read_text() == mutant_page.page(json.loads(REPORT.read_text()))

@@ -36,6 +36,14 @@ _MASKED = (
     "caught, a few lines off: the lanes that the mask leaves out hold nothing that was written, and the report names the store "
     "of all lanes that they reach."
 )
+_OTHER_COUNTER = (
+    "caught by a deadlock that names other waits: the wrong counter is one that is filled too, so the core that took it goes on, "
+    "and the cores that miss a count are named."
+)
+_SHARED = (
+    "equivalent in this kernel alone: the helper is shared, and verify_drafts meets another S_V before the vector unit writes "
+    "there again. sample meets none, and its mutant is caught."
+)
 _LATER = "equivalent: a later flag of the same pipe and event, set for the keys, is waited for before anything is used."
 SURVIVORS = (
     Survivor(
@@ -81,19 +89,11 @@ SURVIVORS = (
         "reads either; kScoresFree by kWeightsReady, since a place for scores is used again only behind products with the "
         "weights that were made from them. Each counts on its own, so that the schedule can change without a race.",
     ),
-    Survivor(
-        "sparse_attention_kernel",
-        "sparse_attention.asc",
-        "CrossCoreWaitFlag",
-        "MTE3",
-        "up",
-        "caught by a deadlock that names the waits of the cube core: the wrong counter is one that the cube core fills later, "
-        "and the core that took it goes on.",
-    ),
     *(
-        Survivor(kernel, file, "mask", "", "drop", _MASKED)
-        for kernel, file in (("score_index_kernel", "score_index.asc"), ("residual_site_kernel", "hyper_connection.asc"))
+        Survivor("sparse_attention_kernel", "sparse_attention.asc", "CrossCoreWaitFlag", pipe, "up", _OTHER_COUNTER)
+        for pipe in ("MTE3", "FIX")
     ),
+    Survivor("residual_site_kernel", "hyper_connection.asc", "mask", "", "drop", _MASKED),
     Survivor(
         "coded_kernel",
         "di_cube.h",
@@ -103,14 +103,14 @@ SURVIVORS = (
         "not reached: no small case with a quantised result gives one core a fourth chunk, which would use a stage of L1 again. "
         "The same line's mutant in cube_kernel, which shares the code, is caught.",
     ),
+    Survivor("verify_drafts_kernel", "di_sampling.h", "SetFlag", "S_V", "forget", _SHARED),
     Survivor(
         "verify_drafts_kernel",
-        "di_sampling.h",
+        "di_philox.h",
         "SetFlag",
         "S_V",
         "forget",
-        "equivalent in this kernel alone: the helper is shared, and verify_drafts meets another S_V before the vector unit "
-        "writes there again. sample meets none, and its mutant is caught.",
+        "not shown: in all cases another S_V lies between two draws, the only use of this helper. The flag keeps it right alone.",
     ),
 )
 
