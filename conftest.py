@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-for part in (".", "hal", "backends/cpu", "backends/triton", "backends/ascend"):
+for part in (".", "hal", "backends/cpu", "backends/triton", "backends/ascend", "backends/cuda"):
     folder = str((ROOT / part).resolve())
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -10,7 +10,11 @@ from deepinfer_hal.errors import BackendUnavailable, DeepInferError
 
 GROUP = "deepinfer.backends"
 
-_IN_TREE = {"ascend": "deepinfer_ascend.backend:AscendBackend", "cpu": "deepinfer_cpu.backend:CpuBackend"}
+_IN_TREE = {
+    "ascend": "deepinfer_ascend.backend:AscendBackend",
+    "cpu": "deepinfer_cpu.backend:CpuBackend",
+    "cuda": "deepinfer_cuda.backend:CudaBackend",
+}
 """Backends of this source tree, found also when the tree is used without being installed."""
 
 

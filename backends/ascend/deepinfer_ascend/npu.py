@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepinfer_hal.parts import Part
 
 TORCH_NPU_WANTED = "2.13"
 CANN_WANTED = (9, 0)
@@ -23,19 +24,6 @@ SOCS = ("Ascend950",)
 _DRIVER_INFO = Path("/usr/local/Ascend/driver/version.info")
 _TOOLKITS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/latest")
 _DEVICES = Path("/dev")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One thing that an NPU needs: its name, what is wanted, what was found, and whether that will do."""
-
-    name: str
-    wanted: str
-    found: str
-    ok: bool
-
-    def __str__(self) -> str:
-        return f"{self.name}: wanted {self.wanted}, found {self.found}"
 
 
 def _version_in(path: Path) -> str | None:

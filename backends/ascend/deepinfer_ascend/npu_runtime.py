@@ -8,11 +8,11 @@ signatures.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from deepinfer_hal import event_time
 from deepinfer_hal.backend import MemoryInfo
 
 
@@ -57,10 +57,7 @@ def synchronize(index: int) -> None:
 
 
 def timer(index: int) -> Callable[[], float]:
-    """Clock in seconds by the device's own events, from when the clock was made; reading it waits for the device.
-
-    Spans between readings are added up: elapsed_time gives milliseconds as a float32, too coarse over a long span.
-    """
+    """Clock in seconds by the device's own events, from when the clock was made; reading it waits for the device."""
     import torch_npu
 
     def mark() -> Any:
@@ -68,17 +65,7 @@ def timer(index: int) -> Callable[[], float]:
         made.record(torch_npu.npu.current_stream(index))
         return made
 
-    last, seconds = mark(), 0.0
-
-    def clock() -> float:
-        nonlocal last, seconds
-        now = mark()
-        now.synchronize()
-        seconds += last.elapsed_time(now) / 1e3
-        last = now
-        return seconds
-
-    return clock
+    return event_time.event_clock(mark)
 
 
 def wait_bounded(index: int, seconds: float) -> None:
@@ -88,12 +75,7 @@ def wait_bounded(index: int, seconds: float) -> None:
 
     done = torch_npu.npu.Event(enable_timing=False)
     done.record(torch_npu.npu.current_stream(index))
-    deadline, pause = time.monotonic() + seconds, 1e-5
-    while not done.query():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"NPU {index} was not done after {seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
+    event_time.wait_bounded(done, seconds, f"NPU {index}")
 
 
 def memory_info(index: int) -> MemoryInfo:

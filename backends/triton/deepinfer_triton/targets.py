@@ -35,11 +35,13 @@ ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=1
 
 TARGETS = {target.name: target for target in (INTERPRETER, SM90, SM100, ASCEND950)}
 
-_CUDA = {9: SM90, 10: SM100}
+CUDA_CAPABILITIES = {(9, 0): SM90, (10, 0): SM100, (10, 3): SM100}
+"""Compute capability (major, minor) to target; a 10.3 device takes the tiles of 10.0."""
 
 
 def cuda_target(major: int, minor: int) -> Target | str:
     """The target of an NVIDIA compute capability, or the sentence that says why there is none."""
-    if major in _CUDA:
-        return _CUDA[major]
-    return f"the Triton kernels are made for compute capabilities 9.x and 10.x, this device has {major}.{minor}"
+    if (major, minor) in CUDA_CAPABILITIES:
+        return CUDA_CAPABILITIES[major, minor]
+    known = ", ".join(f"{one}.{other}" for one, other in CUDA_CAPABILITIES)
+    return f"the Triton kernels are made for compute capabilities {known}, this device has {major}.{minor}"

@@ -1,0 +1,117 @@
+"""The CUDA backend: NVIDIA GPUs through torch.cuda, with the portable Triton kernels for their cards.
+
+State: the device is `written`, its kernels at most `assembles`: nothing here has run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo, MemoryInfo
+from deepinfer_hal.communicator import Communicator
+from deepinfer_hal.errors import BackendUnavailable
+from deepinfer_hal.kernel import Kernel
+
+from deepinfer_cuda import error_words, gpu, runtime
+
+
+class CudaBackend(Backend):
+    """Devices 0, 1, ... as torch.cuda counts them. Weights keep the checkpoint's layout, which the kernels read."""
+
+    name = "cuda"
+
+    def probe(self) -> list[DeviceInfo]:
+        machine = gpu.look()
+        if machine.reason:
+            triton = gpu.triton_part()
+            kernels = "" if triton.ok else f"; its kernels would need more ({triton})"
+            raise BackendUnavailable(f"no GPU ({machine.reason}){kernels}") from machine.error
+        return [DeviceInfo(one.index, one.name, one.memory_bytes, _details(one)) for one in machine.gpus]
+
+    def device(self, index: int) -> torch.device:
+        return torch.device("cuda", index)
+
+    def capabilities(self, index: int) -> Capabilities:
+        return Capabilities(
+            stream_dtypes=(torch.bfloat16, torch.float32), synchronous=False, graphs=True,
+            float8=gpu.gpu_of(index).capability >= (8, 9),
+        )  # fmt: skip
+
+    # -- compute
+
+    def kernels(self, index: int) -> Sequence[Kernel]:
+        from deepinfer_cuda.kernels import kernels_of
+
+        return kernels_of(gpu.gpu_of(index))
+
+    def communicator(self, index: int) -> type[Communicator] | None:
+        from deepinfer_cuda.nccl import NcclCommunicator
+
+        return NcclCommunicator
+
+    def graphs(self, index: int) -> Any:
+        from deepinfer_cuda.graphs import CudaGraphs
+
+        return CudaGraphs(index)
+
+    # -- memory, streams, time
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        return runtime.memory_info(index)
+
+    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return runtime.pinned_empty(shape, dtype)
+
+    def stream(self, index: int) -> Any:
+        return runtime.stream(index)
+
+    def event(self, index: int) -> Any:
+        return runtime.event(index)
+
+    def timer(self, index: int) -> Callable[[], float]:
+        return runtime.timer(index)
+
+    def synchronize(self, index: int) -> None:
+        runtime.synchronize(index)
+
+    @contextlib.contextmanager
+    def sync_guard(self, index: int) -> Iterator[None]:
+        with runtime.sync_guard():
+            yield
+
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        with runtime.profiler_range(name):
+            yield
+
+    # -- words
+
+    def classify_error(self, error: BaseException) -> str:
+        known = super().classify_error(error)
+        return error_words.classify(str(error)) if known == "unknown" else known
+
+    def explain_error(self, text: str) -> Sequence[str]:
+        return [line for meaning in error_words.explain(text) for line in meaning.lines()]
+
+    def describe_build(self) -> Mapping[str, str]:
+        machine = gpu.look()
+        missing = [reason for one in machine.gpus if (reason := gpu.missing_for_kernels(one))]
+        triton = gpu.triton_part()
+        state = missing[0] if missing else "all parts are here" if triton.ok else str(triton)
+        return {
+            "gpu": f"written, never run; {machine.reason or gpu.names(machine.gpus)}",
+            "triton kernels": f"assembled for sm_90a and sm_100a, never run; {state}",
+            "cuda c++ kernels": "none yet",
+        }
+
+
+def _details(one: gpu.Gpu) -> dict[str, str]:
+    lacking = gpu.missing_for_kernels(one)
+    return {
+        "state": "written", "capability": "{}.{}".format(*one.capability), "multiprocessors": str(one.multiprocessors),
+        "cuda": str(torch.version.cuda), "triton": gpu.triton_version() or "none",
+        "kernels": f"none, the references serve ({lacking})" if lacking else "Triton, assembled and never run",
+    }  # fmt: skip

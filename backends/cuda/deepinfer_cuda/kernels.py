@@ -1,0 +1,35 @@
+"""Which kernels a GPU gets: the Triton kernels of its target, each launched on that GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepinfer_hal.kernel import Kernel
+from deepinfer_triton.provider import triton_kernels
+from deepinfer_triton.targets import Target, cuda_target
+
+from deepinfer_cuda import gpu
+
+
+def kernels_of(found: gpu.Gpu) -> list[Kernel]:
+    """The kernels for this GPU; none where `gpu.missing_for_kernels` has a reason, so that the references serve."""
+    target = cuda_target(*found.capability)
+    if gpu.missing_for_kernels(found) or not isinstance(target, Target):
+        return []
+    made = triton_kernels(target)
+    return made if torch.cuda.device_count() == 1 else [_on_device(kernel, found.index) for kernel in made]
+
+
+def _on_device(kernel: Kernel, index: int) -> Kernel:
+    """Triton launches on the thread's current GPU, whatever GPU the tensors are on; where there are several, each call
+    says which."""
+    return dataclasses.replace(kernel, fn=functools.partial(_call_on, index, kernel.fn))
+
+
+def _call_on(index: int, fn: Callable[..., None], *args: Any) -> None:
+    with torch.cuda.device(index):
+        fn(*args)
