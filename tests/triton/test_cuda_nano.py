@@ -47,7 +47,7 @@ def test_every_op_of_nano_that_has_a_triton_kernel_is_bound_to_it_and_the_rest_t
 
 
 @pytest.mark.full
-def test_nanos_tokens_through_the_offers_are_the_cpus_in_a_prefill_and_in_decode_steps():
+def test_nanos_tokens_through_the_offers_are_the_cpus_in_a_prefill_and_in_a_chunk_that_continues_it():
     told = interpreted(8, 5)
     sure = [gap > told["tau"] for gap in told["gap"]]
     assert len(sure) == 8 and sum(sure) >= 2
