@@ -292,6 +292,16 @@ def test_the_kernels_that_the_wrong_ones_are_made_from_pass(op):
     assert result.verdict == "pass", result.failures
 
 
+def test_a_view_of_a_weights_bytes_is_no_allocation():
+    def viewing(x, x_scale, weight, count, out, out_scale=None):
+        torch.mm(x, weight.canonical().values.t(), out=out)
+
+    case = Case("linear", dict(T=3, K=64, N=32, x="f32", w="f32", out="f32"))
+    kernel = Kernel("linear", "example", viewing, "linear+views", "yes", capturable=True)
+    (result,) = run_op(get_card("linear"), kernel, CORE, cases=[case], checks=CHECKS.only("capturable"))
+    assert result.verdict == "pass", result.failures
+
+
 def test_the_page_lists_every_check_with_its_reason():
     page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
     rows = [f"| {check.name} | {check.why} |" for check in CHECKS.values()]

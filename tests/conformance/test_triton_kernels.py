@@ -11,13 +11,16 @@ import pytest
 import torch
 from deepinfer_hal import formats
 from deepinfer_hal.card import Case, get_card
+from deepinfer_hal.weights import prepare_canonical
 from harness import assert_row_independent, case_id, cases_of, run_case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not in this environment; tests/triton/test_toolchains.py runs this file")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is chosen by TRITON_INTERPRET=1 before Triton is imported", allow_module_level=True)
 
 from deepinfer_hal.kernel import CallSpec, No, Yes  # noqa: E402
+from deepinfer_triton.launch import recording  # noqa: E402
 from deepinfer_triton.provider import triton_kernels  # noqa: E402
 from deepinfer_triton.targets import INTERPRETER, TARGETS  # noqa: E402
 
@@ -109,6 +112,28 @@ def test_every_kernel_states_its_invariance_and_a_symbol_that_names_the_target()
         for kernel in triton_kernels(target):
             assert kernel.provider == "triton" and kernel.invariant == "yes" and kernel.capturable
             assert kernel.symbol == f"triton::{kernel.op}[{target.name}]"
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of torch's own operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_starting_a_kernel_costs_no_operator_of_torch(op):
+    card = get_card(op)
+    for case in [case for case in card.enumerate_cases() if not is_large(case)][:4]:
+        args = card.generate(case, 0, "cpu", prepare_canonical)
+        with recording(), Dispatched() as seen:
+            KERNELS[op].fn(*args.values())
+        assert seen.names == [], case.id
 
 
 def test_a_refusal_names_the_argument_and_what_the_kernel_knows():

@@ -19,6 +19,7 @@ def test_good_kernels_meet_no_objection():
     assert objections(SCALED, "sm100", True, True, 0) == []
     assert objections(HALF, "sm100", True, False, 0) == []
     assert objections(HOPPER, "sm90", True, True, 0) == []
+    assert objections(SCALED.replace("sm_100a", "sm_103a"), "sm103", True, True, 0) == []
     assert objections(".target sm_100a\n", "sm100", False, False, 0) == []
 
 
@@ -30,6 +31,8 @@ def test_good_kernels_meet_no_objection():
         (".target sm_100a\nmma.sync.aligned.m16n8k16;\n", "sm100", True, True, 0, "not tcgen05.mma"),
         (".target sm_90a\nmma.sync.aligned.m16n8k16;\n", "sm90", True, False, 0, "not wgmma"),
         (SCALED.replace("sm_100a", "sm_100"), "sm100", True, True, 0, "not for sm_100a"),
+        (SCALED, "sm103", True, True, 0, "not for sm_103a"),
+        (HALF.replace("sm_100a", "sm_103a"), "sm103", True, True, 0, "kind::f16"),
         (HOPPER, "sm90", True, True, 16, "16 bytes a thread are spilled"),
         (SCALED + "\ttrap;\n", "sm100", True, True, 0, "trap"),
     ],

@@ -60,7 +60,7 @@ def test_the_kernels_agree_with_their_cards_in_the_interpreter():
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize("target", ["sm90", "sm100"])
+@pytest.mark.parametrize("target", ["sm90", "sm100", pytest.param("sm103", marks=pytest.mark.full)])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_kernel_assembles_with_the_matrix_unit_of_its_target_and_without_spills(version, target):
     need(triton_python, version)

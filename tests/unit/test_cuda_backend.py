@@ -225,7 +225,7 @@ def test_with_several_gpus_every_launch_says_which_and_with_one_it_costs_nothing
     assert CudaOnHost().kernels(0) == [kernel]
 
 
-@pytest.mark.parametrize(("capability", "target"), [((9, 0), "sm90"), ((10, 0), "sm100"), ((10, 3), "sm100")])
+@pytest.mark.parametrize(("capability", "target"), [((9, 0), "sm90"), ((10, 0), "sm100"), ((10, 3), "sm103")])
 def test_the_architecture_chooses_the_target_in_one_place(capability, target, monkeypatch):
     asked = []
     monkeypatch.setattr(gpu, "triton_version", lambda: "3.9.0")

@@ -2,6 +2,7 @@
 
     python tools/cuda/assemble_triton.py                       Triton 3.6.0 and the newest release, both targets
     python tools/cuda/assemble_triton.py --report FILE         ... and store the result
+    python tools/cuda/assemble_triton.py --target sm103        sm_103a, with the tiles of sm_100a
     python tools/cuda/assemble_triton.py --triton 3.6.0 --target sm100 --kernel "linear wq_a" features=64
 
 The last form changes a tile: with 64 rows of weights, `tl.dot_scaled` becomes kind::f16 on SM100 and the check fails.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +23,6 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1])]
 from report import store  # noqa: E402
 from triton_venvs import NEWEST, WRITTEN_FOR, triton_python  # noqa: E402
-
-COMMAND = "python tools/cuda/assemble_triton.py --report reports/triton/assemble.json"
 
 
 def assemble(version: str, target: str, kernels: list[str], changes: list[str]) -> list[dict]:
@@ -44,7 +44,7 @@ def assemble(version: str, target: str, kernels: list[str], changes: list[str]) 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", action="append", help="a version; default both")
-    parser.add_argument("--target", action="append", choices=("sm90", "sm100"), help="default both")
+    parser.add_argument("--target", action="append", choices=("sm90", "sm100", "sm103"), help="default sm90 and sm100")
     parser.add_argument("--kernel", action="append", default=[], help="a problem by name; default all")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     parser.add_argument("changes", nargs="*", help="field=value of the target, e.g. features=64")
@@ -61,7 +61,8 @@ def main(arguments: list[str]) -> int:
                 print(f"  {row['problem']} ({row['kernel']}): {'; '.join(row['objections'])}")
             rows += made
     if options.report:
-        store(options.report, COMMAND, {"kernels": rows})
+        command = shlex.join(["python", "tools/cuda/assemble_triton.py", *arguments])
+        store(options.report, command, {"kernels": rows})
     return 1 if not rows or any(row["objections"] for row in rows) else 0
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-ARCHITECTURE = {"sm90": "sm_90a", "sm100": "sm_100a"}
+ARCHITECTURE = {"sm90": "sm_90a", "sm100": "sm_100a", "sm103": "sm_103a"}
 BLOCK_SCALED = "kind::mxf8f6f4.block_scale"
 SPILL_LIMIT_BYTES = 0
 

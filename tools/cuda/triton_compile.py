@@ -1,6 +1,6 @@
 """Compiles recorded launches for an NVIDIA architecture without a device, and says what came out.
 
-Run inside an environment of `triton_venvs.py`: `python triton_compile.py sm90|sm100 [name ...]` prints one JSON object
+Run inside an environment of `triton_venvs.py`: `python triton_compile.py sm90|sm100|sm103 [name ...]` prints one JSON object
 a line.
 """
 
@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton_problems import Problem, launches, problems  # noqa: E402
 
-ARCH = {"sm90": 90, "sm100": 100}
+ARCH = {"sm90": 90, "sm100": 100, "sm103": 103}
 _POINTER = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip

@@ -103,7 +103,7 @@ class CudaBackend(Backend):
         state = missing[0] if missing else "all parts are here" if triton.ok else str(triton)
         return {
             "gpu": f"written, never run; {machine.reason or gpu.names(machine.gpus)}",
-            "triton kernels": f"assembled for sm_90a and sm_100a, never run; {state}",
+            "triton kernels": f"assembled for sm_90a, sm_100a and sm_103a, never run; {state}",
             "cuda c++ kernels": "none yet",
         }
 

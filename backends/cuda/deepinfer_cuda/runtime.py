@@ -65,8 +65,8 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def sync_guard() -> Iterator[None]:
-    """Turns a hidden wait of torch's own ops inside the block into a RuntimeError. torch calls the check a prototype: it
-    covers the caching of copies, `.item()`, nonzero and the like, not every wait of a library."""
+    """Turns a hidden wait of torch's own ops inside the block into a RuntimeError. torch calls the check experimental: it
+    may miss some, and waits of other libraries it does not see."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

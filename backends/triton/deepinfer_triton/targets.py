@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,12 @@ class Target:
 INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256, head_group=64)
 SM90 = Target("sm90", "bf16", depth=64, keys=16, head_group=16)
 SM100 = Target("sm100", "scaled", keys=32)
+SM103 = replace(SM100, name="sm103")
 ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, index_columns=64)
 
-TARGETS = {target.name: target for target in (INTERPRETER, SM90, SM100, ASCEND950)}
+TARGETS = {target.name: target for target in (INTERPRETER, SM90, SM100, SM103, ASCEND950)}
 
-CUDA_CAPABILITIES = {(9, 0): SM90, (10, 0): SM100, (10, 3): SM100}
+CUDA_CAPABILITIES = {(9, 0): SM90, (10, 0): SM100, (10, 3): SM103}
 """Compute capability (major, minor) to target; a 10.3 device takes the tiles of 10.0."""
 
 

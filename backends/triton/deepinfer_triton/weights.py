@@ -7,6 +7,7 @@ A backend that offers these kernels keeps the canonical layout for the roles the
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from deepinfer_triton.numeric import decode_e2m1, decode_e4m3, decode_ue8m0, sca
 
 
 def stored(weight: WeightHandle) -> CanonicalWeight:
-    """The bytes of a weight, codes and scales as uint8 views."""
+    """The bytes of a weight, codes and scales as uint8 views; for a weight that is kept so, the weight itself."""
     kept = weight.canonical()
-    if kept.scales is None:
+    if kept.scales is None or kept.values.dtype == kept.scales.dtype == torch.uint8:
         return kept
     return CanonicalWeight(kept.format, kept.values.view(torch.uint8), kept.scales.view(torch.uint8))
 
@@ -29,15 +30,12 @@ def weight_arguments(kept: CanonicalWeight) -> dict[str, Any]:
     """Constants that tell a kernel how the bytes of one matrix lie: format and bytes (or values) of an expert's
     matrix.
     """
-    matrix, scales = kept.values[0] if kept.values.dim() == 3 else kept.values, kept.scales
-    if scales is not None and scales.dim() == 3:
-        scales = scales[0]
     return {
         "FORMAT": kept.format,
-        "N": matrix.shape[0],
+        "N": kept.shape[-2],
         "K": kept.shape[-1],
-        "MATRIX": matrix.numel(),
-        "SCALES": 0 if scales is None else scales.numel(),
+        "MATRIX": math.prod(kept.values.shape[-2:]),
+        "SCALES": 0 if kept.scales is None else math.prod(kept.scales.shape[-2:]),
     }
 
 

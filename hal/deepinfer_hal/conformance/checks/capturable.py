@@ -25,9 +25,9 @@ class _Watch(TorchDispatchMode):
         if name in _SYNCING:
             self.found.append(f"aten::{name} waits for the device")
         result = func(*args, **(kwargs or {}))
+        there = self.known | _storages((args, kwargs))  # a view of what was there, of a weight's bytes too, is no new memory
         for leaf in tree_leaves(result):
-            fresh = isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.untyped_storage().data_ptr() not in self.known
-            if fresh:
+            if isinstance(leaf, torch.Tensor) and leaf.numel() and not _storages(leaf) <= there:
                 self.found.append(f"aten::{name} allocates {leaf.numel() * leaf.element_size()} bytes")
         return result
 
@@ -36,8 +36,7 @@ def run(problem: Problem, profile: Profile) -> None:
     placed = problem.place()
     problem.call(placed.args)
     placed.reset()
-    known = {v.untyped_storage().data_ptr() for v in placed.args.values() if isinstance(v, torch.Tensor)}
-    before, watch = _allocations(problem), _Watch(known)
+    before, watch = _allocations(problem), _Watch(_storages(placed.args))
     guard = problem.subject.backend.sync_guard(problem.subject.index) if problem.subject.backend else _nothing()
     try:
         with guard, watch:
@@ -50,6 +49,11 @@ def run(problem: Problem, profile: Profile) -> None:
     after = _allocations(problem)
     if after != before:
         raise CheckFailed(f"a capturable kernel made {after - before} device allocations")
+
+
+def _storages(values: Any) -> set[int]:
+    """Where the storages of all tensors in a structure begin."""
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
 
 def _allocations(problem: Problem) -> int:
