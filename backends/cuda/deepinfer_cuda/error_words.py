@@ -1,6 +1,6 @@
 """What the words of CUDA's and NCCL's errors mean, and what is likely behind them.
 
-Names and meanings are those of the documentation page named with each; nothing here was seen on a GPU by this project.
+Names and meanings are those of the page or public thread named with each; nothing here was seen on a GPU by this project.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ OUT_OF_MEMORY, DEVICE_LOST, UNKNOWN = "out_of_memory", "device_lost", "unknown"
 _RUNTIME = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
 _XID = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 _NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
-_TORCH_NCCL = "https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html"
+_TORCH_NCCL = "https://pytorch.org/docs/stable/torch_nccl_environment_variables.html"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ MEANINGS = (
         "a Triton tile needs more shared memory or registers than this GPU has",
         ("a kernel's target is not this GPU's: see deepinfer_triton/targets.py",),
         UNKNOWN,
-        "https://triton-lang.org/main/programming-guide/chapter-3/debugging.html",
+        "https://github.com/triton-lang/triton/issues/8182",
     ),
     Meaning(
         (
