@@ -46,7 +46,7 @@ A mutant is caught if the twin reports something or a result has other bits. It 
 file and line (`site`), or the ends of what it orders (`ends`): the other half of the pair, two unordered instructions of
 which the earlier is on the pipe that sets or the later on the pipe that waits, the flag whose id was taken, or the
 barrier that is missing. `elsewhere` is a report of something else, `value` a wrong result without a report. The bar is 95 %
-named; `tests/twin/test_mutants.py` holds the stored report to it, and a sample of mutants runs in CI.
+named; `tests/twin/test_kernel_mutants.py` holds the stored report to it, and a sample of mutants runs in CI.
 
 """
 
