@@ -1,4 +1,4 @@
-"""Why each mutant that no report names may live. tests/twin/test_kernel_mutants.py holds this list to the stored report, both ways."""
+"""Why each mutant that no report names may live; tests/twin/test_kernel_mutants.py holds this list to the report, both ways."""
 
 from __future__ import annotations
 
