@@ -113,5 +113,8 @@ def open_backend(spec: str) -> tuple[Backend, int]:
         return backend, named[0]
     index = int(suffix) if suffix else (devices[0].index if devices else 0)
     if index not in [device.index for device in devices]:
-        raise BackendUnavailable(f"backend {name!r} has no device {index}; it has {[d.index for d in devices] or 'none'}")
+        there = ", ".join(f"{d.index} ({d.name})" for d in devices) or "none"
+        raise BackendUnavailable(
+            f"backend {name!r} has no device {index}; it has {there}; `deepinfer hal list` says what others lack"
+        )
     return backend, index

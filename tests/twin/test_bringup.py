@@ -38,7 +38,23 @@ def test_a_step_that_fails_names_its_log_and_what_to_send(tmp_path):
     done = bring_up(tmp_path / "out", "--device=0", "--steps=smoke")
     assert done.returncode == 1 and re.search(r"^smoke +FAILED", done.stdout, re.MULTILINE), done.stdout
     assert f"smoke: send {tmp_path}/out/smoke.log and" in done.stdout
-    assert "has no device 0" in (tmp_path / "out/smoke.log").read_text()
+    log = (tmp_path / "out/smoke.log").read_text()
+    assert "has no device 0; it has 1000 (twin); `deepinfer hal list` says" in log and "Traceback" not in log
+
+
+@pytest.mark.parametrize("tool", ["bench_twin.py", "estimate.py", "mutate.py"])
+def test_tools_of_the_pages_need_no_installed_package(tool):
+    """They find the checkout by themselves, as the pages show them."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "tools/ascend" / tool), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT.parent)
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+
+
+def test_probes_without_what_is_expected_say_which_step_writes_it(tmp_path):
+    done = bring_up(tmp_path / "out", "--twin", "--steps=probes")
+    log = (tmp_path / "out/probes.log").read_text()
+    assert done.returncode == 1 and "probes.npz is absent" in log and "step `twin`" in log and "Traceback" not in log
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
 """The twin's own speed: cost of a launch, cube GFLOP/s a core, vector nanoseconds per 64 lanes. Race detection is on.
 
-PYTHONPATH=hal:backends/ascend python tools/ascend/bench_twin.py [--json reports/ascend/twin-bench.json]
+    python tools/ascend/bench_twin.py [--json reports/ascend/twin-bench.json]
 
 Judged are a launch of all 108 cores, products of at least 64 rows, and vector instructions of 16384 lanes; what an instruction
 of 64 lanes costs as a whole is printed beside them.
@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepinfer_ascend import twin
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "hal"), str(ROOT / "backends/ascend")]
+
+from deepinfer_ascend import twin  # noqa: E402
 
 EMPTY, EMPTY_MIX, VECTOR, REGISTER, CUBE = range(5)
 TARGETS = {"launch_ms": 0.3, "cube_gflops": 50.0, "vector_ns": 10.0}

@@ -1,4 +1,4 @@
-"""Estimates of AscendC kernels at V4.1's shapes: tools/ascend/estimate.py --op sparse_attention --shape decode. See --help."""
+"""Estimates of AscendC kernels at V4.1's shapes: estimate.py --op sparse_attention --shape decode. See --help."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from deepinfer_ascend import error_codes  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.conformance import Plan, run_suite  # noqa: E402
 from deepinfer_hal.conformance.execute import first_with_rows  # noqa: E402
+from deepinfer_hal.errors import BackendUnavailable  # noqa: E402
 from deepinfer_hal.registry import open_backend  # noqa: E402
 
 CHECKS = ("values", "discrete", "untouched")
@@ -24,7 +25,11 @@ CHECKS = ("values", "discrete", "untouched")
 
 def main(arguments: list[str]) -> int:
     spec, ops = (arguments or ["ascend:0"])[0], arguments[1:]
-    backend, index = open_backend(spec)
+    try:
+        backend, index = open_backend(spec)
+    except BackendUnavailable as error:
+        print(f"error: {error}")
+        return 2
     served = sorted({kernel.op for kernel in backend.kernels(index) if kernel.provider == "ascendc"})
     served = [op for op in served if not ops or op in ops]
     if not served:

@@ -1,6 +1,6 @@
 """Mutation of the AscendC kernels on the twin: each flag, barrier, queue step, buffer count and mask changed in turn.
 
-PYTHONPATH=hal:backends/cpu:backends/ascend python tools/ascend/mutate.py [--kernel NAME]... [--op NAME]... [--jobs N]
+python tools/ascend/mutate.py [--kernel NAME]... [--op NAME]... [--jobs N]
     [--every N] [--json FILE]
 
 A kernel is a launched function, such as rms_norm_kernel. For each mutant a child process runs a few small conformance cases
@@ -20,14 +20,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("tools/ascend", "hal", "backends/cpu", "backends/ascend")]
 
 import mutant_cases  # noqa: E402
 import mutants  # noqa: E402
 import torch  # noqa: E402
 from deepinfer_ascend import twin  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 60  # a child's time
 
 

@@ -241,6 +241,9 @@ def main(arguments: list[str]) -> int:
         write(options.file, made)
         print(f"{len(made[0])} probes of {len({i for ran in made[2] for i in ran})} instructions -> {options.file}")
         return 0
+    if not options.file.is_file():
+        print(f"{options.file} is absent; `run_probes.py expect FILE` (step `twin` of bringup.sh) writes it", file=sys.stderr)
+        return 2
     if options.what == "child":
         return child(options.file, options.device, options.libraries)
     return _report(options)
