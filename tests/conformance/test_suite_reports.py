@@ -8,6 +8,7 @@ import pytest
 from deepinfer_hal.card import all_cards
 from deepinfer_hal.conformance.cases import mandatory_ids
 from deepinfer_hal.conformance.diff import compare_reports
+from deepinfer_hal.conformance.host import describe_subject
 from deepinfer_hal.conformance.html import page
 from deepinfer_hal.conformance.plan import Plan
 from deepinfer_hal.conformance.report import make_report, read_report, sealed, signed, write_report
@@ -15,7 +16,8 @@ from deepinfer_hal.conformance.runner import Run
 from deepinfer_hal.conformance.support import support_page
 from deepinfer_hal.conformance.verdict import CaseResult
 from deepinfer_hal.conformance.verify import NO_PROOF, verify_report
-from deepinfer_hal.errors import BadCall
+from deepinfer_hal.errors import BackendUnavailable, BadCall
+from deepinfer_hal.registry import open_backend
 
 from deepinfer.cli.main import main
 
@@ -258,8 +260,17 @@ def test_the_table_shows_the_best_evidence_of_each_op(tmp_path):
     assert all(table_row(text, op) for op in all_cards())
 
 
+@pytest.mark.parametrize("spec, emulated", [("cpu", False), ("ascend:twin", True)])
+def test_a_report_says_whether_its_device_is_a_model_of_one(spec, emulated):
+    try:
+        backend, index = open_backend(spec)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    assert describe_subject(backend, index)["emulated"] is emulated
+
+
 def test_an_emulated_device_is_no_silicon(tmp_path):
-    write_report(tmp_path / "twin.json", changed(lambda d: d["subject"]["details"].update(evidence="emulated")))
+    write_report(tmp_path / "twin.json", changed(lambda d: d["subject"].update(emulated=True)))
     assert table_row(support_page(tmp_path), "rope").endswith("| emulated |")
 
 

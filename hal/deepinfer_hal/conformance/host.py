@@ -27,6 +27,7 @@ def describe_subject(backend: Backend, index: int) -> dict[str, Any]:
         "index": index,
         "device": info.name if info else "unknown",
         "memory_bytes": info.memory_bytes if info else 0,
+        "emulated": bool(info and info.emulated),
         "details": {str(k): str(v) for k, v in info.details.items()} if info else {},
         "build": {str(k): str(v) for k, v in backend.describe_build().items()},
         "kernels": [

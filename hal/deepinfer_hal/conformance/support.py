@@ -83,7 +83,7 @@ def _evidence(document: Mapping[str, Any], name: str) -> tuple[str, dict[str, En
 
 def _report(document: Mapping[str, Any], name: str) -> tuple[str, dict[str, Entry], str]:
     subject = document["subject"]
-    level = "emulated" if subject["details"].get("evidence") == "emulated" else "runs"
+    level = "emulated" if subject.get("emulated") else "runs"
     by_op: dict[str, list[str]] = {}
     for result in document["results"]:
         if result["symbol"] and not document["fallback"]["served_by_reference"]:
