@@ -25,6 +25,14 @@ namespace {
 
 __aicore__ inline int32_t Min32(int32_t a, int32_t b) { return a < b ? a : b; }
 __aicore__ inline int32_t Max32(int32_t a, int32_t b) { return a > b ? a : b; }
+__aicore__ inline float FloatOf(uint32_t bits) {
+  union {
+    uint32_t bits;
+    float value;
+  } both;
+  both.bits = bits;
+  return both.value;
+}
 __aicore__ inline uint32_t AlignUp(uint32_t x, uint32_t to) { return (x + to - 1) / to * to; }
 
 // One row of any length between global and local memory.
