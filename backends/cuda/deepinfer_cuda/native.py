@@ -1,0 +1,54 @@
+"""The CUDA C++ kernels for Hopper, bound through the C ABI. `tools/cuda/build_kernels.sh` makes the library beside this file."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from deepinfer_hal.c_abi import CLibrary
+from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
+
+LIBRARY = Path(__file__).with_name("libdeepinfer_cuda.so")
+CAPABILITY = (9, 0)
+"""What the library is made for: sm_90a runs on 9.0 and on nothing else."""
+
+WORKSPACE_BYTES = 64 << 20
+PRIORITY = 100
+"""Above the Triton kernels'."""
+
+
+class Workspaces:
+    """A workspace for each stream, made at the stream's first call and kept, so that captured graphs find it where it was."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._made = device, {}
+
+    def __call__(self, stream: int | None) -> tuple[int, int]:
+        if stream not in self._made:
+            self._made[stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        room = self._made[stream]
+        return room.data_ptr(), room.numel()
+
+
+@functools.cache
+def library(device: torch.device) -> CLibrary:
+    """The library bound to a device: calls go to the stream that is current there."""
+    return CLibrary(LIBRARY, stream=lambda: torch.cuda.current_stream(device).cuda_stream, workspace=Workspaces(device))
+
+
+def kernels(capability: tuple[int, int], device: torch.device) -> list[Kernel]:
+    """One kernel for every op that the library exports; none without the library or on another architecture."""
+    if capability != CAPABILITY or not LIBRARY.is_file():
+        return []
+    return library(device).kernels("cuda", invariant="yes", capturable=True, priority=PRIORITY, supports=supports)
+
+
+def supports(call: CallSpec) -> Yes | No:
+    """Whether the op's kernel serves every call that the statics leave open."""
+    answer = _SUPPORTS.get(call.op)
+    return answer(call) if answer else No(f"nothing is known of {call.op}")
+
+
+_SUPPORTS = {}
+"""By op: its answer. An op without one is not offered."""

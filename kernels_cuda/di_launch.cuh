@@ -1,0 +1,97 @@
+// Host side of a kernel: refusing a call, reading its tensors, launching.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include <cstdarg>
+
+#include "deepinfer/hal.h"
+
+#define DI_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace di {
+
+// Puts a sentence into `e` and gives the status back: `return refuse(e, DI_UNSUPPORTED, "K is %d", k);`
+__attribute__((format(printf, 3, 4))) inline int refuse(di_error* e, int status, const char* format, ...) {
+  va_list list;
+  va_start(list, format);
+  vsnprintf(e->message, sizeof e->message, format, list);
+  va_end(list);
+  return status;
+}
+
+// The last launch's outcome as a status. A sticky error of earlier work shows here too; nothing is waited for.
+inline int finish(di_error* e, const char* kernel) {
+  const cudaError_t status = cudaGetLastError();
+  return status == cudaSuccess ? DI_OK : refuse(e, DI_FAILED, "%s: %s (%s)", kernel, cudaGetErrorName(status), cudaGetErrorString(status));
+}
+
+inline bool present(const di_tensor& t) { return t.dtype != DI_NONE; }
+
+template <typename T>
+T* data(const di_tensor& t) {
+  return static_cast<T*>(t.data);
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+inline int current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return device;
+}
+
+constexpr int kMostDevices = 64;
+
+// Multiprocessors of the current device; asked once a device.
+inline int multiprocessors() {
+  static int known[kMostDevices] = {};
+  int& count = known[current_device() % kMostDevices];
+  if (count == 0) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device());
+  return count;
+}
+
+// Lets `kernel` have `bytes` of dynamic shared memory; asked once a device and kernel, so that a captured launch asks nothing.
+template <auto kernel>
+cudaError_t allow_shared(int bytes) {
+  static int allowed[kMostDevices] = {};
+  int& known = allowed[current_device() % kMostDevices];
+  if (bytes <= known) return cudaSuccess;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status == cudaSuccess) known = bytes;
+  return status;
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's cuTensorMapEncodeTiled, found at run time so that the library needs no libcuda to load; null where it is absent.
+inline EncodeTiled tensor_map_encoder() {
+  static EncodeTiled found = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+    return reinterpret_cast<EncodeTiled>(entry);
+  }();
+  return found;
+}
+
+// A map of a row-major matrix [rows, columns] in boxes [box_rows, box_columns]; what lies outside the matrix reads as zero.
+// `pitch` is the bytes from row to row, a multiple of 16, as is the address. False where the driver refuses it.
+inline bool matrix_map(CUtensorMap* map, CUtensorMapDataType type, const void* address, int64_t rows, int64_t columns, int64_t pitch,
+                       int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t pitches[1] = {static_cast<cuuint64_t>(pitch)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+  const EncodeTiled encode = tensor_map_encoder();
+  return encode != nullptr && encode(map, type, 2, const_cast<void*>(address), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                     swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace di
