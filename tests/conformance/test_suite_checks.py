@@ -11,6 +11,8 @@ import pytest
 import torch
 from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.conformance import CHECKS, CORE, run_op
+from deepinfer_hal.conformance.checks import FULL
+from deepinfer_hal.conformance.execute import share_repetitions
 from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 from suite_backends import Example, open_boasting
@@ -270,6 +272,14 @@ def test_a_wrong_kernel_is_caught_by_its_check_and_by_no_other(wrong):
 
 def test_every_check_has_a_kernel_that_only_it_catches():
     assert {one.check for one in WRONG} == set(CHECKS)
+
+
+def test_an_emulated_device_repeats_an_op_as_often_as_a_chip_repeats_a_case():
+    assert share_repetitions(FULL, 40).repetitions == FULL.repetitions == 1000
+    assert share_repetitions(FULL, 40, emulated=True).repetitions == 25
+    assert share_repetitions(FULL, 1, emulated=True).repetitions == 1000
+    assert share_repetitions(FULL, 5000, emulated=True).repetitions == 3
+    assert share_repetitions(CORE, 4, emulated=True).repeat_seconds == CORE.repeat_seconds / 4
 
 
 def test_every_check_says_why_in_a_sentence():

@@ -16,7 +16,7 @@ class ToychipBackend(Backend):
             import toychip
         except ImportError as error:
             raise BackendUnavailable(f"toychip: {error}") from error
-        return [DeviceInfo(index, "toy chip") for index in range(toychip.device_count())]
+        return [DeviceInfo(index, "toy chip", emulated=True) for index in range(toychip.device_count())]
 
     def device(self, index):
         return torch.device("toychip", index)

@@ -43,7 +43,7 @@ def run_op(
     chosen = list(op_cases(card, profile) if cases is None else cases)
     subject = Subject(card, kernel, backend, index, parts or {})
     first = first_with_rows(card, chosen)
-    shared = share_repeat_time(profile, len(chosen))
+    shared = share_repetitions(profile, len(chosen))
     return [run_case(subject, case, shared, checks, seed=seed, first=case.id == first) for case in chosen]
 
 
@@ -58,11 +58,16 @@ def first_with_rows(card: OpCard, cases: Iterable[Case]) -> str | None:
     return None
 
 
-def share_repeat_time(profile: Profile, cases: int) -> Profile:
-    """The profile with the time for repetitions of one op shared by its cases."""
+def share_repetitions(profile: Profile, cases: int, emulated: bool = False) -> Profile:
+    """The profile with the time for repetitions of one op shared by its cases; on an emulated device, where a call costs
+    a thousand times a chip's, their number is shared too, but for AT_LEAST a case."""
     from dataclasses import replace
 
-    return replace(profile, repeat_seconds=profile.repeat_seconds / max(cases, 1))
+    from deepinfer_hal.conformance.checks.repeat import AT_LEAST
+
+    cases = max(cases, 1)
+    repetitions = max(-(-profile.repetitions // cases), AT_LEAST) if emulated else profile.repetitions
+    return replace(profile, repetitions=repetitions, repeat_seconds=profile.repeat_seconds / cases)
 
 
 def run_case(

@@ -76,6 +76,7 @@ class Session:
         self.plan, self.backend, self.index, self.send = plan, backend, index, send
         self.lost = False
         self.subjects = subjects(backend, index, plan.reference)
+        self.emulated = any(info.emulated for info in backend.probe() if info.index == index)
 
     def run(self, values: dict[str, Any]) -> None:
         """Runs one item and sends its result."""
@@ -92,7 +93,7 @@ class Session:
         from deepinfer_hal.card import Case
         from deepinfer_hal.conformance.cases import parse_case
         from deepinfer_hal.conformance.checks import get_profile
-        from deepinfer_hal.conformance.execute import run_case, share_repeat_time
+        from deepinfer_hal.conformance.execute import run_case, share_repetitions
         from deepinfer_hal.conformance.plan import TRACE
 
         pristine = None
@@ -100,7 +101,7 @@ class Session:
             case, pristine = Case(item.op), self._recorded(item.id)
         else:
             case = parse_case(item.id)
-        profile = share_repeat_time(get_profile(self.plan.profile), item.share)
+        profile = share_repetitions(get_profile(self.plan.profile), item.share, self.emulated)
         result = run_case(
             self.subjects[item.op, item.symbol], case, profile, self.plan.table(), seed=self.plan.seed, first=item.first,
             pristine=pristine, on_check=lambda name: self.send({"check": name}),

@@ -13,8 +13,9 @@ from deepinfer_hal.errors import BadCall
 class Profile:
     """How thorough a run is.
 
-    repetitions: runs that must give the same bits; repeat_seconds: time one case may spend on them (the first to be
-    reached ends it); shapes: property-based problems an op; case_seconds: time limit of a case.
+    repetitions: runs of a case that must give the same bits (of an op, shared by its cases, on an emulated device);
+    repeat_seconds: time one case may spend on them (the first to be reached ends it); shapes: property-based problems an op;
+    case_seconds: time limit of a case.
     """
 
     name: str
