@@ -29,12 +29,15 @@ def hal_test(
     reference: Annotated[bool, _option("Test the references on the backend's torch device.", "--reference")] = False,
     seed: Annotated[int, _option("Of the cases' data.")] = 0,
     case_seconds: Annotated[float, _option("Time limit of a case; 0: the profile's.", min=0)] = 0.0,
+    jobs: Annotated[int, _option("Worker processes; more than one disturb each other's times.", "--jobs", "-j", min=1)] = 1,
+    seconds: Annotated[float, _option("Time of the whole run, then the rest is not run; 0: no limit.", min=0)] = 0.0,
+    resume: Annotated[Path | None, _option("Keep what passed in this report of the same sources and device.")] = None,
     verbose: Annotated[bool, _option("Print every case, not only what did not pass.", "--verbose", "-v")] = False,
     as_json: Json = False,
 ) -> int:
     """Does every kernel do what its card says? Exit 0: something ran and nothing failed; 1: a failure; 2: nothing ran."""
     from deepinfer_hal.conformance import Plan, run_suite
-    from deepinfer_hal.conformance.report import make_report, write_report
+    from deepinfer_hal.conformance.report import make_report, read_report, write_report
     from deepinfer_hal.conformance.verdict import read_waivers
 
     from deepinfer.errors import BackendUnavailable, BadCall
@@ -45,7 +48,11 @@ def hal_test(
     )  # fmt: skip
     try:
         known = read_waivers(waivers) if waivers else []
-        run = run_suite(plan, waivers=known, listen=_Progress(verbose, quiet=as_json))
+        earlier = read_report(resume) if resume is not None else None
+        run = run_suite(
+            plan, waivers=known, listen=_Progress(verbose, quiet=as_json), jobs=jobs, seconds=seconds or float("inf"),
+            resume=earlier,
+        )  # fmt: skip
     except (BadCall, BackendUnavailable) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return _USAGE

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepinfer_hal.backend import Capabilities
 from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.conformance import CHECKS, CORE, run_op
 from deepinfer_hal.conformance.checks import FULL
@@ -17,11 +19,14 @@ from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 from suite_backends import Example, open_boasting
 
+from tests.conformance import captured
+
 LINEAR = Case("linear", dict(T=21, K=64, N=32, x="f32", w="f32", out="f32"))
 COUNTED = Case("linear", dict(T=9, K=64, N=32, x="bf16", w="bf16", out="bf16", count=4))
 NORM = Case("rms_norm", dict(T=5, N=64, x="f32", out="f32", w="f32"))
 CODED = Case("linear", dict(T=3, K=64, N=32, x="bf16", w="fp8_block32", out="f32"))
 SITE = Case("residual_site", dict(T=3, m=4, H=64, dtype="f32", codes=False))
+SUMS = Case("all_reduce", dict(T=3, N=64, x="f32", operation="sum"))
 PLAIN_LINEAR = Case("linear", dict(T=5, K=64, N=32, x="bf16", w="bf16", out="f32"))
 
 
@@ -225,6 +230,26 @@ def allocating() -> dict[str, Any]:
     return {"kernel": Kernel("linear", "mutant", stable_linear, "linear+allocates", "yes", capturable=True)}
 
 
+class Graphing(Example):
+    """Has graphs, and an all_reduce that may be captured; `keep`: it then goes on giving the sums of its capture."""
+
+    def __init__(self, keep: bool) -> None:
+        self._graphs = captured.Graphs()
+        fn = captured.sums_of_one_rank(self._graphs, keep)
+        super().__init__(Kernel("all_reduce", "example", fn, "reference::all_reduce+captured", "yes", capturable=True))
+
+    def capabilities(self, index: int) -> Capabilities:
+        return replace(super().capabilities(index), graphs=True)
+
+    def graphs(self, index: int) -> captured.Graphs:
+        return self._graphs
+
+
+def captured_for_good() -> dict[str, Any]:
+    backend = Graphing(keep=True)
+    return {"kernel": backend.kernels(0)[0], "backend": backend}
+
+
 def leaking() -> dict[str, Any]:
     kept = []
 
@@ -258,6 +283,7 @@ WRONG = [
     Wrong("weights", "positive_zeros", CODED, options=with_lossy_codes),
     Wrong("stream_order", "runs_aside", PLAIN_LINEAR, options=deferred),
     Wrong("capturable", "allocates", PLAIN_LINEAR, options=allocating),
+    Wrong("graphs", "keeps_what_it_captured", SUMS, options=captured_for_good),
     Wrong("memory", "keeps_a_tensor", PLAIN_LINEAR, options=leaking),
 ]  # fmt: skip
 
@@ -300,6 +326,25 @@ def test_the_kernels_that_the_wrong_ones_are_made_from_pass(op):
     card = get_card(op)
     (result,) = run_op(card, Kernel(op, "example", fn, f"reference::{op}+nothing", "yes"), CORE, cases=[case])
     assert result.verdict == "pass", result.failures
+
+
+def test_a_captured_kernel_that_reads_what_memory_holds_at_the_replay_passes():
+    backend = Graphing(keep=False)
+    (result,) = run_op(get_card("all_reduce"), backend.kernels(0)[0], CORE, cases=[SUMS], backend=backend)
+    assert result.verdict == "pass" and "graphs" in result.checks, result.failures
+
+
+def test_a_call_that_cannot_be_captured_fails_with_what_the_device_said():
+    class Refusing(Graphing):
+        def graphs(self, index):
+            return SimpleNamespace(capture=self._refuse)
+
+        def _refuse(self, step):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    backend = Refusing(keep=False)
+    (result,) = run_op(get_card("all_reduce"), backend.kernels(0)[0], CORE, cases=[SUMS], backend=backend)
+    assert set(result.failures) == {"graphs"} and "not permitted when stream is capturing" in result.failures["graphs"]
 
 
 def test_a_view_of_a_weights_bytes_is_no_allocation():

@@ -178,3 +178,53 @@ def test_the_command_line_passes_and_replays(capsys):
     assert main(["hal", "test", "--backend", "cpu", "--reference", "--case", id, "--verbose"]) == 0
     out = capsys.readouterr().out
     assert f"pass        {id} @ reference::rope" in out and "the references themselves were tested" in out
+
+
+def test_several_workers_give_the_results_of_one_in_the_same_order():
+    plan = Plan(opener="suite_backends:open_crashing", ops=("copy_rows", "nan_row_flags"), checks=CHECKS)
+    one, several = (run_suite(plan, jobs=jobs) for jobs in (1, 2))
+    assert [(r.key, r.verdict) for r in several.results] == [(r.key, r.verdict) for r in one.results]
+    assert several.jobs == 2 and sum(result.verdict == "crash" for result in several.results) == 1
+
+
+def test_a_run_whose_time_is_over_leaves_the_rest_not_run_and_blames_no_case():
+    plan = Plan(opener="suite_backends:open_hanging", ops=("nan_row_flags",), checks=CHECKS)
+    found = run_suite(plan, seconds=6.0)
+    late = {result.id: result for result in found.results if result.verdict == "not-run"}
+    assert late[THREE_ROWS].reason == "the time of the run was over"
+    assert {result.verdict for result in found.results} <= {"pass", "not-run"}
+
+
+def test_what_passed_is_kept_and_only_the_rest_runs_again():
+    from deepinfer_hal.conformance.report import make_report
+
+    plan = Plan(opener="suite_backends:open_crashing", ops=("nan_row_flags",), checks=CHECKS)
+    first, heard = run_suite(plan), []
+    report = make_report(first)
+    again = run_suite(plan, resume=report, listen=heard.append)
+    assert [result.id for result in heard] == [THREE_ROWS], "the case that crashed, and no other"
+    assert [(r.id, r.verdict) for r in again.results] == [(r.id, r.verdict) for r in first.results]
+    assert again.resumed == {"checksum": report["checksum"], "passed": len(first.results) - 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda report: report["suite"].update(source_sha256="0" * 64), "sources of the suite"),
+        (lambda report: report["subject"].update(device="another chip"), "device"),
+        (lambda report: report["subject"].update(build={"kernels": "built anew"}), "build"),
+        (lambda report: report["plan"].update(seed=7), "seed"),
+    ],
+)
+def test_a_report_of_something_else_is_not_resumed(change, named):
+    from deepinfer_hal.conformance.report import make_report
+    from deepinfer_hal.conformance.resume import Earlier
+    from deepinfer_hal.conformance.runner import Run
+
+    subject = {"backend": "example", "index": 0, "device": "example chip", "details": {}, "build": {}, "kernels": []}
+    plan = Plan(opener="suite_backends:open_right")
+    report = make_report(Run(plan, dict(subject)))
+    assert Earlier.of(report, plan, subject).told() == {"checksum": report["checksum"], "passed": 0}
+    change(report)
+    with pytest.raises(BadCall, match=f"of something else, its {named} differ"):
+        Earlier.of(report, plan, subject)

@@ -36,7 +36,7 @@ class CudaBackend(Backend):
 
     def capabilities(self, index: int) -> Capabilities:
         return Capabilities(
-            stream_dtypes=(torch.bfloat16, torch.float32), synchronous=False, graphs=True,
+            stream_dtypes=(torch.bfloat16, torch.float32), synchronous=False, graphs=True, float64=True,
             float8=gpu.gpu_of(index).capability >= (8, 9),
         )  # fmt: skip
 

@@ -71,10 +71,14 @@ class Placed:
     args: dict[str, Any]
     arenas: list[Arena]
 
-    def reset(self) -> None:
-        """All memory as it was before any run."""
-        for arena in self.arenas:
-            arena.buffer.copy_(arena.image)
+    def snapshot(self) -> list[torch.Tensor]:
+        """All memory as it was before any run, on the device, so that `reset` need not cross over from the host."""
+        return [arena.image.to(arena.buffer.device) for arena in self.arenas]
+
+    def reset(self, images: list[torch.Tensor] | None = None) -> None:
+        """All memory as it was before any run, or as in `images`, a snapshot."""
+        for arena, image in zip(self.arenas, images or [arena.image for arena in self.arenas], strict=True):
+            arena.buffer.copy_(image)
 
     def read(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """Host copies: the arguments as views, and each arena's bytes. Host scalars and weights pass through."""
@@ -131,6 +135,11 @@ def place(
 def clone(args: Mapping[str, Any]) -> dict[str, Any]:
     """Host copies that share storages as `args` do, without guards."""
     return place(args, guard=0).args
+
+
+def sharing(args: Mapping[str, Any]) -> list[list[str]]:
+    """Names of the tensors of each storage: which arguments lie in one arena."""
+    return list(_by_storage(args).values())
 
 
 def _by_storage(args: Mapping[str, Any]) -> dict[Any, list[str]]:

@@ -26,6 +26,9 @@ from deepinfer_hal.weights import CanonicalWeight, WeightHandle, prepare_canonic
 
 Args = Mapping[str, Any]
 
+DEVICE_REFERENCE_FLOPS, DEVICE_REFERENCE_BYTES = 1e8, 4 << 20
+"""From this on a case's reference is computed on the device, where it may be: smaller ones are over sooner on the host."""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -59,6 +62,12 @@ class Subject:
         kind = None if self.backend is None else self.backend.communicator(self.index)
         return SingleRank() if kind is None else kind.open(World(0, 1), self.device)
 
+    @functools.cached_property
+    def graphs(self) -> Any:
+        """The backend's graphs slot, or None where it does not offer graphs."""
+        offered = self.backend is not None and self.backend.capabilities(self.index).graphs
+        return self.backend.graphs(self.index) if offered else None
+
     def synchronize(self) -> None:
         if self.backend is not None:
             self.backend.synchronize(self.index)
@@ -80,17 +89,19 @@ class Ran:
 
 
 class Problem:
-    """A case on a subject. `first` marks the op's first case with rows: checks that are needed once an op run there."""
+    """A case on a subject. `first` marks the op's first case with rows: checks that are needed once an op run there.
+    `drawn`: the arguments are the card's own for the seed, not a recording."""
 
     def __init__(
         self, subject: Subject, case: Case, seed: int = 0, *, first: bool = True, pristine: Args | None = None
     ) -> None:
         self.subject, self.case, self.seed, self.first = subject, case, seed, first
-        self.card, self.kernel = subject.card, subject.kernel
+        self.card, self.kernel, self.drawn = subject.card, subject.kernel, pristine is None
         made = self.card.generate(case, seed, "cpu", prepare_canonical) if pristine is None else pristine
         self.pristine = clone({name: made[name] for name in self.card.arg_names})
         self.statistics: dict[str, dict[str, Any]] = {"used": {}, "histogram": {}, "flips": {}, "boundary_hits": {}}
         self._weights: dict[int, tuple[Any, WeightHandle]] = {}
+        self._canonical: dict[int, tuple[Any, WeightHandle]] = {}
 
     # -- facts
 
@@ -172,11 +183,39 @@ class Problem:
         return other
 
     def reference(self, args: Args) -> dict[str, Any]:
-        """Host arguments after the reference computed in float64 on a copy of `args`."""
-        copied = clone(args)
+        """Host arguments after the reference computed in float64 on a copy of `args`: on the host, or where that would
+        take long and the subject's device can compute float64, there."""
+        if not self._reference_on_device:
+            copied = clone(args)
+            with float64_reference():
+                self.card.reference(*copied.values())
+            return copied
+        placed = place(args, self.subject.device, guard=0)
+        for arg in self.card.signature:
+            if arg.kind == "weight" and placed.args[arg.name] is not None:
+                placed.args[arg.name] = self._canonical_there(placed.args[arg.name])
         with float64_reference():
-            self.card.reference(*copied.values())
-        return copied
+            self.card.reference(*placed.args.values())
+        return {**args, **{name: value for name, value in placed.read()[0].items() if isinstance(value, torch.Tensor)}}
+
+    @functools.cached_property
+    def _reference_on_device(self) -> bool:
+        """Whether the case is large, by its card, and the device is an accelerator with float64."""
+        device = self.subject.device
+        if device.type == "cpu" or self.subject.backend is None:
+            return False
+        cost = self.card.cost(self.pristine)
+        large = cost.flops >= DEVICE_REFERENCE_FLOPS or cost.bytes >= DEVICE_REFERENCE_BYTES
+        return large and self.subject.backend.capabilities(self.subject.index).float64
+
+    def _canonical_there(self, handle: WeightHandle) -> WeightHandle:
+        """A host weight in the checkpoint's layout on the device, copied once."""
+        if id(handle) not in self._canonical:
+            own, device = handle.canonical(), self.subject.device
+            scales = None if own.scales is None else own.scales.to(device)
+            moved = CanonicalWeight(own.format, own.values.to(device), scales)
+            self._canonical[id(handle)] = (handle, prepare_canonical(handle.role, moved))
+        return self._canonical[id(handle)][1]
 
     def weight(self, handle: WeightHandle) -> WeightHandle:
         """The backend's handle of a canonical host weight, prepared once."""

@@ -42,6 +42,8 @@ def make_report(run: Run) -> dict[str, Any]:
         "waiver_problems": run.waiver_problems,
         "exit_status": run.exit_status(),
         "seconds": round(run.seconds, 3),
+        "jobs": run.jobs,
+        "resumed": run.resumed,
         "results": [result.to_dict() for result in run.results],
     }
     return sealed(document)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer_hal.conformance.cases import own_waivers
 from deepinfer_hal.conformance.plan import Item, Plan
+from deepinfer_hal.conformance.resume import Earlier
 from deepinfer_hal.conformance.verdict import (
     BROKEN,
-    CRASH,
     EXECUTED,
     NOT_RUN,
     PASS,
@@ -29,9 +23,13 @@ from deepinfer_hal.conformance.verdict import (
     Waiver,
     apply_waivers,
 )
+from deepinfer_hal.conformance.worker_process import Died, WorkerProcess
 from deepinfer_hal.errors import BackendUnavailable, BadCall
 
 BATCH = 16
+SHARED_BATCH = 4
+"""Items of a batch when several workers share the rest: the last of them must not be waited for long."""
+
 OPEN_SECONDS = 120.0
 MOST_CRASHES = 200
 """Worker deaths after which the rest of a run is given up, as not-run."""
@@ -41,13 +39,18 @@ Listener = Callable[[CaseResult], None]
 
 @dataclass
 class Run:
-    """What came out: the plan, the subject as the worker described it, and a result for every item."""
+    """What came out: the plan, the subject as the worker described it, and a result for every item, in the plan's order.
+
+    jobs: workers side by side, which disturb each other's clocks. resumed: what was kept of an earlier report, if any.
+    """
 
     plan: Plan
     subject: dict[str, Any]
     results: list[CaseResult] = field(default_factory=list)
     waiver_problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    jobs: int = 1
+    resumed: dict[str, Any] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
         """verdict -> results, for the verdicts there are."""
@@ -66,107 +69,107 @@ class Run:
         return 0 if claimed else 2
 
 
-class _Died(Exception):
-    """The worker ended or was stopped: why, in words, and the verdict for the case it was at."""
+def run_suite(
+    plan: Plan, *, waivers: Iterable[Waiver] = (), listen: Listener = lambda result: None, jobs: int = 1,
+    seconds: float = float("inf"), resume: Mapping[str, Any] | None = None,
+) -> Run:  # fmt: skip
+    """Runs a plan in `jobs` worker processes; `listen` hears every result as it comes, one at a time.
 
-    def __init__(self, verdict: str, message: str) -> None:
-        super().__init__(message)
-        self.verdict = verdict
-
-
-class _Worker:
-    """One worker process and its answers."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self.errors = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "deepinfer_hal.conformance.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.errors, env=environment, text=True, encoding="utf-8",
-        )  # fmt: skip
-        self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        for line in self.process.stdout:
-            try:
-                self.answers.put(json.loads(line))
-            except ValueError:
-                continue  # the last line of a process that died while writing
-        self.answers.put(None)
-
-    def send(self, command: dict[str, Any]) -> None:
-        try:
-            self.process.stdin.write(json.dumps(command) + "\n")
-            self.process.stdin.flush()
-        except (BrokenPipeError, OSError):
-            raise _Died(CRASH, self._last_words()) from None
-
-    def receive(self, deadline: float) -> dict[str, Any]:
-        """The next answer. _Died if the process ended, or was stopped because the deadline passed."""
-        try:
-            answer = self.answers.get(timeout=max(deadline - time.monotonic(), 0.001))
-        except queue.Empty:
-            self.stop()
-            raise _Died(TIMEOUT, "was stopped at the time limit") from None
-        if answer is None:
-            raise _Died(CRASH, self._last_words())
-        return answer
-
-    def _last_words(self) -> str:
-        code = self.process.wait()
-        name = signal.Signals(-code).name if code < 0 and -code in set(signal.Signals) else f"exit status {code}"
-        self.errors.seek(0)
-        tail = [line for line in self.errors.read()[-4000:].decode(errors="replace").splitlines() if line.strip()]
-        return f"the process died with {name}" + (f"; it said: {tail[-1][:200]}" if tail else "")
-
-    def stop(self) -> None:
-        """Ends this process, whatever it does."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.stdin.close()
-            try:
-                self.process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self.stop()
-        self.errors.close()
-
-
-def run_suite(plan: Plan, *, waivers: Iterable[Waiver] = (), listen: Listener = lambda result: None) -> Run:
-    """Runs a plan in worker processes; `listen` hears every result as it comes.
-
-    Raises BadCall for a plan that names what does not exist, BackendUnavailable if the backend cannot be opened.
+    seconds: time for the whole run; what is not done by then is not-run. resume: an earlier report, of the same sources,
+    device and plan, whose passed cases are kept.
+    Raises BadCall for a plan that names what does not exist and for a report of something else, BackendUnavailable if the
+    backend cannot be opened.
     """
+    if jobs < 1:
+        raise BadCall(f"a run needs at least one worker, got jobs={jobs}")
     started = time.monotonic()
     plan.check()
     worker, opened = _open(plan)
-    run = Run(plan, opened["subject"])
+    run = Run(plan, opened["subject"], jobs=jobs)
+    try:
+        earlier = Earlier.of(resume, plan, run.subject)
+    except BadCall:
+        worker.close()
+        raise
     items = [Item(**values) for values in opened["items"]]
+    shared = _Shared(run, listen, deque(), started + seconds, BATCH if jobs == 1 else SHARED_BATCH)
     for item in items:
         if item.unsupported:
-            _add(run, _result_of(item, UNSUPPORTED, item.unsupported), listen)
-    pending = [item for item in items if not item.unsupported]
-    deaths = 0
-    while pending and deaths < MOST_CRASHES:
-        try:
-            if worker is None:
-                worker, _ = _open(plan)
-            done = _run_batch(worker, plan, pending[:BATCH], run, listen)
-            pending = pending[done:]
-        except _BatchDied as died:
-            deaths, worker = deaths + 1, None
-            pending = pending[died.done :]
-    for item in pending:
-        _add(run, _result_of(item, NOT_RUN, f"given up after {deaths} crashes"), listen)
-    if worker is not None:
-        worker.close()
+            shared.add(_result_of(item, UNSUPPORTED, item.unsupported))
+        elif kept := earlier.passed.get((item.id, item.symbol)):
+            run.results.append(kept)
+        else:
+            shared.pending.append(item)
+    run.resumed = earlier.told()
+    others = [threading.Thread(target=_serve, args=(shared, None), daemon=True) for _ in range(jobs - 1)]
+    for thread in others:
+        thread.start()
+    _serve(shared, worker)
+    for thread in others:
+        thread.join()
+    if shared.problem is not None:
+        raise shared.problem
+    for item in shared.pending:
+        shared.add(_result_of(item, NOT_RUN, shared.why_not()))
+    places = {(item.id, item.symbol): place for place, item in enumerate(items)}
+    run.results.sort(key=lambda result: places[result.id, result.symbol])
     run.waiver_problems = apply_waivers(run.results, [*waivers, *own_waivers(plan.profile)])
     run.seconds = time.monotonic() - started
     return run
+
+
+@dataclass
+class _Shared:
+    """What the workers of a run share: the items nobody has taken, and the results. `ends`: when the run's time is over."""
+
+    run: Run
+    listen: Listener
+    pending: deque[Item]
+    ends: float
+    batch: int
+    deaths: int = 0
+    problem: Exception | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def take(self) -> list[Item]:
+        """The next items for a worker; none when all are taken, or the run is given up."""
+        with self.lock:
+            if self.deaths >= MOST_CRASHES or self.problem is not None or time.monotonic() >= self.ends:
+                return []
+            return [self.pending.popleft() for _ in range(min(self.batch, len(self.pending)))]
+
+    def give_back(self, items: list[Item]) -> None:
+        with self.lock:
+            self.pending.extendleft(reversed(items))
+
+    def add(self, result: CaseResult) -> None:
+        with self.lock:
+            self.run.results.append(result)
+            self.listen(result)
+
+    def why_not(self) -> str:
+        return f"given up after {self.deaths} crashes" if self.deaths >= MOST_CRASHES else "the time of the run was over"
+
+
+def _serve(shared: _Shared, worker: WorkerProcess | None) -> None:
+    """Runs batches until none is left, in one worker after another."""
+    try:
+        while items := shared.take():
+            try:
+                if worker is None:
+                    worker, _ = _open(shared.run.plan)
+                _run_batch(worker, shared, items)
+            except _BatchDied as died:
+                with shared.lock:
+                    shared.deaths += 1
+                worker = None
+                shared.give_back(items[died.done :])
+            except BackendUnavailable as error:
+                shared.give_back(items)
+                shared.problem = error
+    finally:
+        if worker is not None:
+            worker.close()
 
 
 class _BatchDied(Exception):
@@ -177,12 +180,12 @@ class _BatchDied(Exception):
         self.done = done
 
 
-def _open(plan: Plan) -> tuple[_Worker, dict[str, Any]]:
-    worker = _Worker()
+def _open(plan: Plan) -> tuple[WorkerProcess, dict[str, Any]]:
+    worker = WorkerProcess()
     try:
         worker.send({"do": "open", "plan": plan.to_dict()})
         answer = worker.receive(time.monotonic() + OPEN_SECONDS)
-    except _Died as died:
+    except Died as died:
         raise BackendUnavailable(f"{plan.spec} cannot be opened: {died}") from None
     if "error" in answer:
         worker.close()
@@ -191,31 +194,32 @@ def _open(plan: Plan) -> tuple[_Worker, dict[str, Any]]:
     return worker, answer["opened"]
 
 
-def _run_batch(worker: _Worker, plan: Plan, items: list[Item], run: Run, listen: Listener) -> int:
+def _run_batch(worker: WorkerProcess, shared: _Shared, items: list[Item]) -> None:
     """Results of every item of a batch; _BatchDied counts those that have one when the worker died or lost its device."""
-    done, check, started = 0, "", time.monotonic()
+    plan, done, check, started = shared.run.plan, 0, "", time.monotonic()
     try:
         worker.send({"do": "run", "items": [vars(item) for item in items]})
         while True:
-            answer = worker.receive(started + plan.limit_seconds)
+            answer = worker.receive(min(started + plan.limit_seconds, shared.ends))
             if "start" in answer:
                 check, started = "", time.monotonic()
             elif "check" in answer:
                 check = answer["check"]
             elif "result" in answer:
-                _add(run, CaseResult.from_dict(answer["result"]), listen)
+                shared.add(CaseResult.from_dict(answer["result"]))
                 done, started = done + 1, time.monotonic()
             elif "lost" in answer:
                 worker.stop()
                 raise _BatchDied(done)
             else:
-                return done
-    except _Died as died:
-        if done < len(items):
+                return
+    except Died as died:
+        over = died.verdict == TIMEOUT and time.monotonic() < started + plan.limit_seconds  # the run's time, not the case's
+        if done < len(items) and not over:
             result = _result_of(items[done], died.verdict, "")
             result.failures = {check or "start": str(died)}
             result.seconds, result.seed = time.monotonic() - started, plan.seed
-            _add(run, result, listen)
+            shared.add(result)
             done += 1
         worker.stop()
         raise _BatchDied(done) from None
@@ -223,8 +227,3 @@ def _run_batch(worker: _Worker, plan: Plan, items: list[Item], run: Run, listen:
 
 def _result_of(item: Item, verdict: str, reason: str) -> CaseResult:
     return CaseResult(item.id, item.op, item.provider, item.symbol, verdict, reason)
-
-
-def _add(run: Run, result: CaseResult, listen: Listener) -> None:
-    run.results.append(result)
-    listen(result)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from deepinfer_hal.backend import Capabilities
 from deepinfer_hal.card import get_card
 from deepinfer_hal.errors import BadCall, Unsupported
 from deepinfer_hal.kernel import Kernel, No, Yes
 
+from tests.conformance import captured
 from tests.conformance.mutants import right
 from tests.conformance.mutants._base import Host, Mutant, count_of, kernel
 
@@ -99,6 +102,20 @@ def keeping(name: str, make: Callable[[], Any], why: str) -> Mutant:
                   right=right.linear_kernel)  # fmt: skip
 
 
+class Graphing(Host):
+    """Has graphs, and a kernel that may be captured."""
+
+    def __init__(self, name: str, keep: bool) -> None:
+        self._graphs = captured.Graphs()
+        super().__init__(kernel("all_reduce", name, captured.sums_of_one_rank(self._graphs, keep), "yes", capturable=True))
+
+    def capabilities(self, index: int) -> Capabilities:
+        return replace(super().capabilities(index), graphs=True)
+
+    def graphs(self, index: int) -> captured.Graphs:
+        return self._graphs
+
+
 class Deferred(Host):
     """Runs calls when it is waited for, after copies that were enqueued later."""
 
@@ -134,6 +151,9 @@ MUTANTS = [
     quantise("trips_over_a_bad_call", trips_over_it, "A wrong call ends in a KeyError from inside."),
     capturable("allocates_in_the_hot_path", allocates, "A capturable kernel allocates a temporary in every call."),
     capturable("waits_in_the_hot_path", waits, "A capturable kernel reads a device value on the host."),
+    Mutant("keeps_what_it_captured", "all_reduce", REDUCE, lambda: Graphing("keeps_what_it_captured", keep=True), ("graphs",),
+           "A captured kernel reads its input on the host, so a replay gives the step of the capture.",
+           right=right.all_reduce_kernel),
     keeping("keeps_a_tensor", lambda: torch.empty(1), "Every call leaves a tensor alive."),
     keeping("memory_grows", half_a_megabyte, "Every call leaves half a megabyte that no tensor shows."),
     Mutant("runs_aside", "linear", LINEAR, Deferred, ("stream_order",),

@@ -10,6 +10,7 @@ from deepinfer_hal.conformance.checks import (
     discrete,
     empty,
     extremes,
+    graphs,
     inputs,
     memory,
     nan,
@@ -30,7 +31,7 @@ CHECKS = Checks(
     module.CHECK
     for module in (
         claims, empty, values, discrete, untouched, overwrite, sentinels, inputs, poison, views, nan, extremes, bad_calls,
-        repeat, batch, paging, chunks, composites, weights, stream_order, capturable, memory,
+        repeat, batch, paging, chunks, composites, weights, stream_order, capturable, graphs, memory,
     )  # fmt: skip
 )
 

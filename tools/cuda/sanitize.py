@@ -1,0 +1,217 @@
+"""compute-sanitizer over one small case of every kernel: memcheck and racecheck, each in a process of its own.
+
+    python tools/cuda/sanitize.py --json reports/cuda/sanitize.json
+
+A clean answer counts only where the kernel ran under the tool, and where the tool found the two errors that
+sanitize_control.cu plants. Exit status 0: all clean; 1: something was found or did not run; 2: the tool is not usable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = [str(ROOT), *(str(ROOT / part) for part in ("hal", "backends/cpu", "backends/cuda", "backends/triton"))]
+sys.path[:0] = TREE
+
+TOOLS = ("memcheck", "racecheck")
+FOUND = 86
+"""Exit status that the tool is asked for when it found something."""
+
+MOST_BYTES = 256 << 10
+"""A case is the largest of an op that moves no more than this, since the tool slows memory accesses a hundredfold."""
+
+CONTROLS = {"memcheck": 0, "racecheck": 1}
+"""Tool -> which planted error of sanitize_control.cu it must find."""
+
+RAN = "the kernel ran"
+
+
+@dataclass
+class Answer:
+    """What one tool said of one kernel. verdict: clean | found | timeout | did-not-run."""
+
+    symbol: str
+    op: str
+    case: str
+    tool: str
+    verdict: str = "did-not-run"
+    errors: int = 0
+    seconds: float = 0.0
+    first: str = ""
+
+
+def main() -> int:
+    args = _arguments()
+    if args.one:
+        return _run_one(args.backend, args.one, args.case)
+    if args.control is not None:
+        return _run_control(args.control)
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        print("error: compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        library = _build_control(Path(folder))
+        work = [Answer(f"planted {name}", "control", library, name) for name in TOOLS]
+        work += [Answer(*one, name) for one in _chosen(args.backend, args.op) for name in TOOLS]
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            for answer in pool.map(lambda one: _ask(tool, args.backend, one, args.seconds), work):
+                if answer.verdict != "clean" and answer.op != "control":
+                    print(f"{answer.verdict:12} {answer.tool:10} {answer.symbol}  {answer.first}", flush=True)
+    return _report(work, args, tool, time.monotonic() - started)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--backend", default="cuda:0")
+    parser.add_argument("--op", action="append", help="only this op; may be repeated")
+    parser.add_argument("--json", type=Path, help="store the answers here")
+    parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of one process")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # the child: this symbol
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--control", help=argparse.SUPPRESS)  # the child: LIBRARY:WHICH
+    return parser.parse_args()
+
+
+def _chosen(spec: str, ops: list[str] | None) -> list[tuple[str, str, str]]:
+    """(symbol, op, case id) of every kernel that the backend offers itself."""
+    from deepinfer_hal.registry import open_backend
+
+    backend, index = open_backend(spec)
+    kernels = [kernel for kernel in backend.kernels(index) if not ops or kernel.op in ops]
+    return [(kernel.symbol, kernel.op, _small_case(backend, index, kernel)) for kernel in kernels]
+
+
+def _small_case(backend, index, kernel) -> str:
+    from deepinfer_hal.card import get_card
+    from deepinfer_hal.conformance.cases import op_cases
+    from deepinfer_hal.conformance.problem import Problem, Subject
+    from deepinfer_hal.kernel import Yes
+
+    sizes = {}
+    for case in op_cases(get_card(kernel.op)):
+        problem = Problem(Subject(get_card(kernel.op), kernel, backend, index), case)
+        if not problem.empty and isinstance(kernel.supports(problem.spec), Yes):
+            sizes[case.id] = int(problem.card.cost(problem.pristine).bytes)
+    small = {id: size for id, size in sizes.items() if size <= MOST_BYTES}
+    if not sizes:
+        return ""
+    return max(small, key=small.get) if small else min(sizes, key=sizes.get)
+
+
+def _ask(tool: str, spec: str, answer: Answer, seconds: float) -> Answer:
+    """Runs the tool over one child and reads what it printed."""
+    if not answer.case:
+        answer.first = "the kernel serves no case with rows"
+        return answer
+    child = ["--control", f"{answer.case}:{CONTROLS[answer.tool]}"] if answer.op == "control" else [
+        "--backend", spec, "--one", answer.symbol, "--case", answer.case]  # fmt: skip
+    command = [tool, "--tool", answer.tool, "--error-exitcode", str(FOUND), sys.executable, __file__, *child]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(TREE)}
+    started = time.monotonic()
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        answer.verdict, answer.seconds = "timeout", time.monotonic() - started
+        return answer
+    answer.seconds = round(time.monotonic() - started, 1)
+    _read(answer, done.stdout + done.stderr, done.returncode)
+    return answer
+
+
+def _read(answer: Answer, text: str, status: int) -> None:
+    told = [line.lstrip("= ") for line in text.splitlines() if line.startswith("=========")]
+    counts = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
+    answer.errors = int(counts[1]) if counts else 0
+    named = [line for line in told if re.search(r"Invalid|hazard|error|Error|Race", line) and "SUMMARY" not in line]
+    if answer.errors or status == FOUND:
+        answer.verdict, answer.first = "found", (named or ["the tool says so by its exit status"])[0][:300]
+    elif status == 0 and counts and RAN in text:
+        answer.verdict = "clean"
+    else:
+        answer.first = " ".join(text.split()[-40:])[:300]
+
+
+def _report(work: list[Answer], args: argparse.Namespace, tool: str, seconds: float) -> int:
+    controls = [answer for answer in work if answer.op == "control"]
+    kernels = [answer for answer in work if answer.op != "control"]
+    usable = all(answer.verdict == "found" for answer in controls)
+    clean = usable and bool(kernels) and all(answer.verdict == "clean" for answer in kernels)
+    for answer in controls:
+        answer.case = "sanitize_control.cu"
+        print(f"control {answer.tool}: {answer.verdict} ({answer.seconds:.0f} s) {answer.first}")
+    verdicts = [answer.verdict for answer in kernels]
+    counts = {word: verdicts.count(word) for word in dict.fromkeys(verdicts)}
+    print(f"{len({a.symbol for a in kernels})} kernels: {counts} in {seconds:.0f} s")
+    if args.json is not None:
+        version = subprocess.run([tool, "--version"], capture_output=True, text=True, check=False).stdout.split("\n")
+        document = {
+            "tool": next((line.strip() for line in version if "ersion" in line), ""), "counts": counts, "controls_found": usable,
+            "clean": clean, "seconds": round(seconds, 1), **_facts(args.backend), "answers": [asdict(answer) for answer in work],
+        }  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return 0 if clean else 1 if usable else 2
+
+
+def _facts(spec: str) -> dict[str, object]:
+    from deepinfer_hal.conformance.host import describe_host, describe_subject, describe_suite
+    from deepinfer_hal.registry import open_backend
+
+    return {"host": describe_host(), "suite": describe_suite(), "subject": describe_subject(*open_backend(spec))}
+
+
+# ---------------------------------------------------------------------------------------------------- children
+
+
+def _run_one(spec: str, symbol: str, case_id: str) -> int:
+    """Runs the kernel twice on the case, in guarded memory, and waits."""
+    from deepinfer_hal.card import get_card
+    from deepinfer_hal.conformance.cases import parse_case
+    from deepinfer_hal.conformance.problem import Problem, Subject
+    from deepinfer_hal.registry import open_backend
+
+    backend, index = open_backend(spec)
+    kernel = next(kernel for kernel in backend.kernels(index) if kernel.symbol == symbol)
+    problem = Problem(Subject(get_card(kernel.op), kernel, backend, index), parse_case(case_id))
+    placed = problem.place()
+    for _ in range(2):
+        problem.call(placed.args)
+    print(f"{RAN}: {symbol}", flush=True)
+    return 0
+
+
+def _build_control(folder: Path) -> str:
+    """The library with the planted errors; empty where there is no nvcc, so that the controls fail."""
+    nvcc, library = shutil.which("nvcc"), folder / "control.so"
+    if nvcc is None:
+        return ""
+    source = Path(__file__).with_name("sanitize_control.cu")
+    command = [nvcc, "-arch=sm_90", "-shared", "-Xcompiler", "-fPIC", "-o", str(library), str(source)]
+    return str(library) if subprocess.run(command, check=False).returncode == 0 else ""
+
+
+def _run_control(which: str) -> int:
+    library, _, number = which.rpartition(":")
+    status = ctypes.CDLL(library).planted(int(number))
+    print(f"{RAN}: status {status}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
