@@ -30,6 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     - max_model_len: tokens of prompt and output together; None takes what the model and the memory allow.
     - block_size: tokens in a cache block. num_blocks or kv_cache_bytes: size of the pool; both None lets the engine
       choose. max_backtrack: tokens by which a sequence's state can be rolled back.
+    - enforce_eager: capture no graphs of decode steps, on a backend that can.
     - overlap: plan the next step while the device runs; None leaves it to the backend. threads: CPU threads; None
       leaves them as they are.
     """
@@ -51,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fallback: Literal["allow", "forbid"] = "allow"
     debug_checks: bool = False
     seed: int = 0
+    enforce_eager: bool = False
     overlap: bool | None = None
     threads: int | None = None
     disable_progress: bool = False

@@ -17,6 +17,7 @@ from deepinfer_hal.weights import canonical_nbytes
 from deepinfer.checkpoint.tensors import DTYPE_BYTES, TensorSpec, expected_tensors
 from deepinfer.checkpoint.workspace import logits_bytes, workspace_bytes
 from deepinfer.errors import ConfigError
+from deepinfer.model.graph_plan import GraphPlan, plan_graphs
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.state import BLOCK_TOKENS, StateLayout, plan_state
 from deepinfer.model_config import ModelConfig, TextConfig
@@ -51,7 +52,7 @@ class LogicalWeight(msgspec.Struct, frozen=True):
 
 
 class BytePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one rank by pool, and the sizes they follow from."""
+    """Bytes of one rank by pool, and the sizes they follow from. graphs: what decode steps are captured into, or None."""
 
     ranks: int
     max_model_len: int
@@ -67,6 +68,7 @@ class BytePlan(msgspec.Struct, frozen=True, kw_only=True):
     history_bytes: int
     workspace_bytes: int
     logits_bytes: int
+    graphs: GraphPlan | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -81,6 +83,7 @@ class BytePlan(msgspec.Struct, frozen=True, kw_only=True):
             + self.history_bytes
             + self.workspace_bytes
             + self.logits_bytes
+            + (self.graphs.total_bytes if self.graphs else 0)
         )
 
 
@@ -94,12 +97,14 @@ def plan_bytes(
     max_backtrack: int = 6,
     ranks: int = 1,
     with_draft: bool = False,
+    with_graphs: bool = False,
     numerics: Numerics | None = None,
     prepared_nbytes: PreparedNbytes | None = None,
 ) -> BytePlan:
     """Plan one rank. Raises ConfigError.
 
     num_blocks: None holds max_num_seqs sequences of max_model_len tokens. with_draft: also the draft's step buffers.
+    with_graphs: also the captured decode steps of a backend that has graphs.
     """
     text = config.text
     for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("ep", ranks)):
@@ -136,6 +141,7 @@ def plan_bytes(
             with_draft,
         ),
         logits_bytes=logits_bytes(text, numerics, max(max_num_seqs, MIN_LOGIT_ROWS)),
+        graphs=plan_graphs(text, numerics, max_num_seqs, max_model_len) if with_graphs else None,
     )
 
 

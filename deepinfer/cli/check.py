@@ -17,6 +17,7 @@ from deepinfer.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from deepinfer.checkpoint.plan import MIN_LOGIT_ROWS, BytePlan, PreparedNbytes, plan_bytes
 from deepinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from deepinfer.errors import CapacityError, CheckpointError, ConfigError, DeepInferError
+from deepinfer.model.graph_plan import GraphPlan
 from deepinfer.model_config import ModelConfig
 from deepinfer.model_path import resolve_model
 from deepinfer.units import format_bytes, format_count, human_int
@@ -68,6 +69,7 @@ def run_check(
     max_model_len: int | str | None = None,
     max_num_seqs: int | str = 64,
     mode: str = "auto",
+    enforce_eager: bool = False,
 ) -> CheckReport:
     """Examine a checkpoint; what is wrong with it becomes a problem of the report.
 
@@ -79,7 +81,7 @@ def run_check(
         raise ConfigError("mode", f"{mode!r} is not one of {', '.join(MODES)}")
     chosen = _choose_mode(folder) if mode == "auto" else mode
     length, sequences = _size("max_model_len", max_model_len), _size("max_num_seqs", max_num_seqs)
-    prepared, device_bytes, name = _backend_facts(backend)
+    prepared, device_bytes, name, with_graphs = _backend_facts(backend)
     try:
         checkpoint = open_checkpoint(folder, chosen)
     except ConfigError as error:
@@ -92,6 +94,7 @@ def run_check(
         max_model_len=length or min(DEFAULT_MODEL_LEN, config.text.max_position_embeddings),
         max_num_seqs=sequences or 64,
         ranks=ep,
+        with_graphs=with_graphs and not enforce_eager,
         prepared_nbytes=prepared,
     )
     problems = [_problem(error) for error in checkpoint.problems]
@@ -119,9 +122,10 @@ def check_command(
     max_num_seqs: int | str = 64,
     as_json: bool = False,
     mode: str = "auto",
+    enforce_eager: bool = False,
 ) -> int:
     """Print the report; the exit status is 0 for a sound checkpoint and 1 otherwise. Raises as `run_check` does."""
-    report = run_check(model, backend, ep, max_model_len, max_num_seqs, mode)
+    report = run_check(model, backend, ep, max_model_len, max_num_seqs, mode, enforce_eager)
     if as_json:
         print(json.dumps(report.to_builtins(), indent=2))
     else:
@@ -208,9 +212,15 @@ def _plan_table(plan: BytePlan, backend: str | None, device_bytes: int | None) -
     )
     table.add_row("workspace", format_bytes(plan.workspace_bytes), f"{plan.max_num_batched_tokens} rows a step")
     table.add_row("logits", format_bytes(plan.logits_bytes), f"{max(plan.max_num_seqs, MIN_LOGIT_ROWS)} rows, float32")
+    if plan.graphs is not None:
+        table.add_row("graphs", format_bytes(plan.graphs.total_bytes), _graphs_text(plan.graphs))
     has = f"device has {format_bytes(device_bytes)}" if device_bytes else ""
     table.add_row("total", format_bytes(plan.total_bytes), has)
     return table
+
+
+def _graphs_text(graphs: GraphPlan) -> str:
+    return f"{graphs.graphs}, of {graphs.sizes[0]} to {graphs.sizes[-1]} sequences"
 
 
 def _describe_vision(config: ModelConfig) -> str:
@@ -246,15 +256,17 @@ def _size(field: str, value: int | str | None) -> int | None:
     return size
 
 
-def _backend_facts(spec: str | None) -> tuple[PreparedNbytes | None, int | None, str | None]:
-    """(prepared_nbytes, bytes of the device or None, name) of a backend; all None if none was asked for."""
+def _backend_facts(spec: str | None) -> tuple[PreparedNbytes | None, int | None, str | None, bool]:
+    """(prepared_nbytes, bytes of the device or None, name, whether it captures graphs) of a backend; Nones if none was asked
+    for."""
     if spec is None:
-        return None, None, None
+        return None, None, None, False
     from deepinfer_hal.registry import open_backend
 
     backend, index = open_backend(spec)
+    graphs = backend.capabilities(index).graphs
     info = next((device for device in backend.probe() if device.index == index), None)
-    return backend.prepared_nbytes, (info.memory_bytes or None) if info else None, backend.name
+    return backend.prepared_nbytes, (info.memory_bytes or None) if info else None, backend.name, graphs
 
 
 def _too_large(plan: BytePlan, device_bytes: int) -> CapacityError:

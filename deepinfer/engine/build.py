@@ -15,6 +15,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     from deepinfer.runner.runner import Runner  # loading torch and a backend is for those who run a model
 
     runner = Runner.from_config(config)
+    runner.warm_up()
     checkpoint = runner.loaded.checkpoint
     tokenizer = Tokenizer.from_folder(checkpoint.folder) if (checkpoint.folder / "tokenizer.json").is_file() else None
     overlap = not runner.synchronous if config.overlap is None else config.overlap

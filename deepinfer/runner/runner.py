@@ -15,9 +15,12 @@ from deepinfer_hal.step import StepMeta, plan_step
 
 from deepinfer.config import EngineConfig
 from deepinfer.errors import RequestError
+from deepinfer.model.graph_plan import graph_shapes
 from deepinfer.model.state import BLOCK_TOKENS
+from deepinfer.runner.graphs import StepGraphs
 from deepinfer.runner.load import Loaded, load
 from deepinfer.runner.sampler import SampledStep, Sampler
+from deepinfer.runner.staging import Staging
 
 
 @dataclass
@@ -42,6 +45,8 @@ class Runner:
         self.text = loaded.checkpoint.config.text
         self.device = loaded.backend.device(loaded.device_index)
         self.sampler = Sampler(loaded.dispatcher, self.text.vocab_size, self.device)
+        self.staging = Staging(loaded.backend, loaded.device_index)
+        self.graphs: StepGraphs | None = None
         self._advance = loaded.dispatcher.bind("advance_step")
 
     @classmethod
@@ -77,23 +82,39 @@ class Runner:
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """A host array as a device tensor."""
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == host.device.type:
-            return host
-        staged = self.loaded.backend.pinned_empty(tuple(host.shape), host.dtype)
-        staged.copy_(host)
-        moved = torch.empty_like(host, device=self.device)
-        self.loaded.backend.copy_async(moved, staged)
-        return moved
+        return self.staging.upload([array])[0]
+
+    def warm_up(self) -> None:
+        """Captures the decode steps of every padded size, where the backend can and the settings allow it. Call it once,
+        before the first step; `graphs` then tells what there is."""
+        loaded, sizes = self.loaded, self.loaded.sizes
+        slot = None
+        if loaded.backend.capabilities(loaded.device_index).graphs and not loaded.config.enforce_eager:
+            slot = loaded.backend.graphs(loaded.device_index)
+        if slot is None:
+            return
+        shapes = graph_shapes(min(sizes.num_slots, loaded.config.max_num_seqs), sizes.max_model_len)
+        self.graphs = StepGraphs(self.network, slot, self.staging, shapes, loaded.dispatcher)
+        self.graphs.warm_up()
 
     def plan(self, cu_q: np.ndarray, starts: np.ndarray, slots: np.ndarray, block_tables: np.ndarray) -> StepMeta:
         """Step arrays of R requests, on the device."""
+        return self.to_device(self.plan_host(cu_q, starts, slots, block_tables))
+
+    def plan_host(self, cu_q: np.ndarray, starts: np.ndarray, slots: np.ndarray, block_tables: np.ndarray) -> StepMeta:
+        """Step arrays of R requests, on the host."""
         layout = self.state.layout
-        meta = plan_step(
+        return plan_step(
             cu_q, starts, slots, block_tables, window=layout.window, ring_rows=layout.ring_rows, slot_rows=layout.slot_rows,
             ratios=layout.ratios, block_tokens=BLOCK_TOKENS,
         )  # fmt: skip
-        return meta.to(self.upload)
+
+    def to_device(self, meta: StepMeta) -> StepMeta:
+        """A host plan on the device, in one copy."""
+        arrays: list[np.ndarray] = []
+        meta.to(lambda array: arrays.append(array))
+        moved = iter(self.staging.upload(arrays))
+        return meta.to(lambda _: next(moved))
 
     def write_tokens(self, slot: int, start: int, ids: np.ndarray) -> None:
         """Puts host token ids into the history of a slot."""
@@ -104,19 +125,30 @@ class Runner:
         """Enqueues a planned step (deepinfer.engine.step_plan.StepPlan) with its sampling."""
         for slot, start, ids in plan.new_tokens:
             self.write_tokens(slot, start, ids)
-        meta = self.plan(plan.cu_q, plan.starts, plan.slots, plan.block_tables)
-        residual = self.network.forward(meta)
+        meta = self.plan_host(plan.cu_q, plan.starts, plan.slots, plan.block_tables)
+        last_rows = (plan.cu_q[1:] - 1)[plan.sample_requests].astype(np.int32)
         step = SampledStep()
+        logits = self._forward(plan, meta, last_rows, step)
+        if len(last_rows):
+            chosen = (plan.slots[plan.sample_requests].astype(np.int32), plan.positions_out.astype(np.int32))
+            slots, positions = self.staging.upload(chosen)
+            self.sampler(step, logits, plan.sampling, slots, positions, self.state.history, self.staging.upload)
+            self._advance(step.tokens, slots, positions, self.state.history)
+        step.start_download(self.loaded.backend, self.loaded.device_index)
+        return step
+
+    def _forward(self, plan: Any, meta: StepMeta, last_rows: np.ndarray, step: SampledStep) -> torch.Tensor | None:
+        """Enqueues the network on a host plan, from a graph where one holds it: logits of `last_rows`, and in `step` the
+        prompt's log-probabilities that the plan asks for."""
+        captured = self.graphs is not None and len(last_rows) and not len(plan.logit_rows)
+        shape = self.graphs.choose(meta, len(last_rows)) if captured else None
+        if shape is not None:
+            return self.graphs.launch(shape, meta, last_rows)
+        meta = self.to_device(meta)
+        residual = self.network.forward(meta)
         if len(plan.logit_rows):
             step.prompt_logprobs = self._prompt_logprobs(plan, meta, residual)
-        if len(plan.sample_requests):
-            last_rows = (plan.cu_q[1:] - 1)[plan.sample_requests]
-            logits = self.network.logits(residual, meta.num_rows, self.upload(last_rows.astype(np.int32)))
-            slots = self.upload(plan.slots[plan.sample_requests].astype(np.int32))
-            positions = self.upload(plan.positions_out.astype(np.int32))
-            self.sampler(step, logits, plan.sampling, slots, positions, self.state.history, self.upload)
-            self._advance(step.tokens, slots, positions, self.state.history)
-        return step
+        return self.network.logits(residual, meta.num_rows, self.upload(last_rows)) if len(last_rows) else None
 
     def _prompt_logprobs(self, plan: Any, meta: StepMeta, residual: Any) -> list[tuple[torch.Tensor, ...]]:
         """Log-probabilities of prompt tokens, in pieces of as many rows as the logits buffer holds."""
@@ -129,15 +161,15 @@ class Runner:
         return pieces
 
     def settle(self, step: SampledStep) -> StepResult:
-        """Waits for a launched step and reads its results."""
-        self.loaded.backend.synchronize(self.loaded.device_index)
+        """Waits for a launched step, not for those after it, and reads its results."""
+        step.wait()
         prompt = None
         if step.prompt_logprobs is not None:
-            prompt = tuple(np.concatenate([_host(t) for t in parts]) for parts in zip(*step.prompt_logprobs, strict=True))
+            prompt = tuple(np.concatenate([t.numpy() for t in parts]) for parts in zip(*step.prompt_logprobs, strict=True))
         if step.tokens is None:
             return StepResult(np.zeros(0, np.int32), np.zeros(0, np.uint8), None, prompt)
-        logprobs = None if step.logprobs is None else tuple(_host(t) for t in step.logprobs)
-        return StepResult(_host(step.tokens), _host(step.nan_flags), logprobs, prompt)
+        logprobs = None if step.logprobs is None else tuple(t.numpy() for t in step.logprobs)
+        return StepResult(step.tokens.numpy(), step.nan_flags.numpy(), logprobs, prompt)
 
     def score(self, token_ids: Any, chunk: int | None = None) -> np.ndarray:
         """float32 [T, V]: log-probabilities of the next token after each position, through the caches.
@@ -178,6 +210,3 @@ class Runner:
             raise RequestError("token_ids", int(ids[bad[0]]), f"at {bad[0]} is outside the vocabulary of {self.vocab_size}")
         return ids.astype(np.int32)
 
-
-def _host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.cpu().numpy()

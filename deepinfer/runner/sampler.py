@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +10,49 @@ import numpy as np
 import torch
 from deepinfer_hal.dispatch import Dispatcher
 
+from deepinfer.runner.staging import in_host_memory
+
 SAMPLE_PURPOSE = 0
 """Philox purpose of the target model's own draws."""
 
 
 @dataclass
 class SampledStep:
-    """Device results of a launched step; None where nothing was sampled or asked for."""
+    """Results of a launched step, on the device and then on their way to the host; None where nothing was sampled or asked
+    for."""
 
     tokens: torch.Tensor | None = None
     nan_flags: torch.Tensor | None = None
     logprobs: tuple[torch.Tensor, ...] | None = None
     prompt_logprobs: list[tuple[torch.Tensor, ...]] | None = None
+    done: Callable[[], None] | None = None
+
+    def start_download(self, backend: Any, index: int) -> None:
+        """Enqueues the copies of all results to the host, and a mark behind them for `wait`."""
+
+        def host(tensor: torch.Tensor) -> torch.Tensor:
+            if in_host_memory(tensor.device):
+                return tensor
+            pinned = backend.pinned_empty(tuple(tensor.shape), tensor.dtype)
+            backend.copy_async(pinned, tensor)
+            return pinned
+
+        if self.tokens is not None:
+            self.tokens, self.nan_flags = host(self.tokens), host(self.nan_flags)
+        if self.logprobs is not None:
+            self.logprobs = tuple(host(one) for one in self.logprobs)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = [tuple(host(one) for one in piece) for piece in self.prompt_logprobs]
+        event = backend.event(index)
+        if event is None:
+            self.done = lambda: backend.synchronize(index)
+        else:
+            event.record()
+            self.done = event.synchronize
+
+    def wait(self) -> None:
+        """Returns when the results are on the host."""
+        self.done()
 
 
 class Sampler:
@@ -36,9 +67,10 @@ class Sampler:
 
     def __call__(
         self, step: SampledStep, logits: torch.Tensor, batch: Any, slots: torch.Tensor, positions: torch.Tensor,
-        history: torch.Tensor, upload: Callable[[np.ndarray], torch.Tensor],
+        history: torch.Tensor, upload: Callable[[Sequence[np.ndarray]], Sequence[torch.Tensor]],
     ) -> None:  # fmt: skip
-        """Fills `step`. logits float32 [S, V]; batch: SamplingBatch, numpy arrays of S; slots, positions int32 [S]."""
+        """Fills `step`. logits float32 [S, V]; batch: SamplingBatch, numpy arrays of S, which `upload` brings to the device;
+        slots, positions int32 [S]."""
         rows = logits.shape[0]
         step.nan_flags = torch.empty(rows, dtype=torch.uint8, device=self.device)
         step.tokens = torch.empty(rows, dtype=torch.int32, device=self.device)
@@ -47,15 +79,13 @@ class Sampler:
         if batch.needs_mask:
             if batch.num_logprobs >= 0:
                 raw = logits.clone()
-            self._mask(
-                history, slots, upload(batch.prompt_len), upload(batch.length), upload(batch.repetition), upload(batch.presence),
-                upload(batch.frequency), upload(batch.bias_offsets), upload(batch.bias_ids), upload(batch.bias_values), None,
-                logits,
-            )  # fmt: skip
-        self._sample(
-            logits, upload(batch.temperature), upload(batch.top_k), upload(batch.top_p), upload(batch.min_p), upload(batch.seeds),
-            positions, SAMPLE_PURPOSE, step.tokens,
-        )  # fmt: skip
+            penalties = upload((
+                batch.prompt_len, batch.length, batch.repetition, batch.presence, batch.frequency, batch.bias_offsets,
+                batch.bias_ids, batch.bias_values,
+            ))  # fmt: skip
+            self._mask(history, slots, *penalties, None, logits)
+        settings = upload((batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds))
+        self._sample(logits, *settings, positions, SAMPLE_PURPOSE, step.tokens)
         if batch.num_logprobs >= 0:
             step.logprobs = self.top_logprobs(raw, step.tokens, batch.num_logprobs)
 

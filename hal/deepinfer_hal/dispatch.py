@@ -28,7 +28,8 @@ FALLBACKS = ("allow", "forbid")
 
 @dataclass(frozen=True)
 class Choice:
-    """A frozen decision: which kernel serves a bound op, and why others do not."""
+    """A frozen decision: which kernel serves a bound op, and why others do not. eager: the ops in it whose kernels no graph
+    can hold, since they allocate or wait; a composite from parts allocates as torch does, which a graph's own pool serves."""
 
     op: str
     role: str
@@ -36,6 +37,7 @@ class Choice:
     symbol: str
     invariant: str
     refused: tuple[str, ...] = ()
+    eager: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f"{self.op}[{self.role}]" if self.role else self.op
@@ -45,10 +47,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A kernel that may serve, and the ops for which it falls to references."""
+    """A kernel that may serve, the ops for which it falls to references, those that no graph can hold, and whether its parts
+    are observed one by one."""
 
     kernel: Kernel
     falls: tuple[str, ...] = ()
+    eager: tuple[str, ...] = ()
+    observed: bool = False
 
 
 @dataclass
@@ -57,7 +62,8 @@ class Dispatcher:
 
     fallback: "allow" | "forbid". batch_invariant: only kernels that state invariant="yes" may serve, else Unsupported
     names the op. debug_checks: every call is checked against its card. observer: called as observer(card, args, call) in
-    place of each call, for profiles and traces.
+    place of each call, for profiles and traces; observe_parts: of the parts of a composite that has no kernel of its own,
+    instead of the composite.
 
     Raises BackendContractError, listing every mistake, when the backend's kernels are not what they say.
     """
@@ -69,6 +75,7 @@ class Dispatcher:
     debug_checks: bool = False
     only_reference: bool = False
     observer: Observer | None = None
+    observe_parts: bool = False
     choices: dict[tuple[str, str], Choice] = field(default_factory=dict)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
@@ -92,7 +99,7 @@ class Dispatcher:
         card = get_card(op)
         chosen, refused = self._choose(card, CallSpec(op, statics, self.batch_invariant))
         kernel = chosen.kernel
-        choice = Choice(op, role, kernel.provider, kernel.symbol, kernel.invariant, tuple(refused))
+        choice = Choice(op, role, kernel.provider, kernel.symbol, kernel.invariant, tuple(refused), chosen.eager)
         frozen = self.choices.setdefault((op, role), choice)
         if (frozen.provider, frozen.symbol) != (choice.provider, choice.symbol):
             raise BadCall(
@@ -102,18 +109,20 @@ class Dispatcher:
         call = kernel.fn
         if self.debug_checks:
             call = _checked(card, call)
-        if self.observer is not None:
+        if self.observer is not None and not chosen.observed:
             call = _observed(card, call, self)
         return call
 
     def _choose(self, card: OpCard, spec: CallSpec) -> tuple[_Candidate, list[str]]:
         refused: list[str] = []
-        offers = [_Candidate(kernel) for kernel in self._offers.get(card.name, ())]
+        offers = [
+            _Candidate(kernel, eager=() if kernel.capturable else (card.name,)) for kernel in self._offers.get(card.name, ())
+        ]
         if card.decomposition and (parts := self._from_parts(card, refused)):
             offers.append(parts)
         offers.sort(key=lambda offer: -offer.kernel.priority)
         if self.fallback == "allow" or self.only_reference:
-            offers.append(_Candidate(reference_kernel(card), (card.name,)))
+            offers.append(_Candidate(reference_kernel(card), (card.name,), (card.name,)))
         for offer in offers:
             kernel = offer.kernel
             answer = kernel.supports(spec)
@@ -148,6 +157,9 @@ class Dispatcher:
         if not native:
             return None
         calls = {op: _checked(get_card(op), k.fn) if self.debug_checks else k.fn for op, k in kernels.items()}
+        observed = self.observe_parts and self.observer is not None
+        if observed:
+            calls = {op: call if parts[op].observed else _observed(get_card(op), call, self) for op, call in calls.items()}
         whole = Kernel(
             card.name,
             "+".join(sorted({kernel.provider for kernel in native})),
@@ -156,7 +168,8 @@ class Dispatcher:
             max((kernel.invariant for kernel in kernels.values()), key=INVARIANCE.index),
             priority=min(kernel.priority for kernel in native),
         )
-        return _Candidate(whole, tuple(op for part in parts.values() for op in part.falls))
+        falls, eager = (tuple(op for part in parts.values() for op in getattr(part, name)) for name in ("falls", "eager"))
+        return _Candidate(whole, falls, eager, observed)
 
     def table(self) -> list[Choice]:
         """All choices made so far, by op and role; each prints as a sentence."""

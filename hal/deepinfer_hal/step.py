@@ -182,5 +182,53 @@ def _plan_ratio(
     return RatioMeta(_as_i32(complete), _as_i32(group * ratio), _as_i32(slots), _as_i32(visible), most)
 
 
+def pad_step(meta: StepMeta, *, requests: int, rows: int, columns: int, tokens: int) -> StepMeta:
+    """A host plan without a flat buffer, padded to fixed sizes: `requests` and `rows` at least its own, block tables of
+    `columns` (what lies beyond is dropped), groups for as many as `rows` tokens can complete, sequences of at most `tokens`
+    tokens.
+
+    Padded rows have request, position and slots -1, padded requests no rows, so that ops leave their outputs untouched.
+    BadCall for a plan that does not fit.
+    """
+    seen = max((ratio * one.max_visible for ratio, one in meta.ratios.items()), default=0)
+    if meta.flat or meta.num_requests > requests or meta.num_rows > rows or seen > tokens:
+        raise BadCall(
+            f"pad_step: a step of {meta.num_requests} requests, {meta.num_rows} rows and {seen} visible tokens"
+            f"{', through a flat buffer,' if meta.flat else ''} does not fit {requests}, {rows} and {tokens}"
+        )
+
+    def padded(array: np.ndarray, *shape: int, value: int = -1) -> np.ndarray:
+        whole = np.full(shape, value, np.int32)
+        whole[tuple(slice(0, size) for size in array.shape)] = array
+        return whole
+
+    arrays = {name: padded(getattr(meta, name), rows) for name in ("positions", "row_to_req", "window_slots", "ring_slots")}
+    end = int(meta.cu_q[-1])
+    arrays["cu_q"] = padded(meta.cu_q, requests + 1, value=end)
+    arrays["slots"] = padded(meta.slots, requests)
+    arrays["block_tables"] = padded(meta.block_tables[:, :columns], requests, columns)
+    arrays["window_base"] = padded(meta.window_base, requests, value=0)
+    arrays["window_origin"] = padded(meta.window_origin, requests, value=0)
+    arrays["window_modulo"] = padded(meta.window_modulo, requests, value=1)
+    ratios = {}
+    for ratio, one in meta.ratios.items():
+        groups = min(rows, (rows + requests * (ratio - 1)) // ratio)
+        ratios[ratio] = RatioMeta(
+            padded(one.complete, groups), padded(one.positions, groups), padded(one.slots, groups),
+            padded(one.visible, rows, value=0), tokens // ratio,
+        )  # fmt: skip
+    fixed = {"num_rows": rows, "num_requests": requests, "ratios": ratios}
+    return StepMeta(**{**vars(meta), **arrays, **fixed})
+
+
+def empty_step(ratios: tuple[int, ...]) -> StepMeta:
+    """The plan of a step without requests, on the host: what warm-up pads to each size."""
+    none = np.zeros(0, np.int32)
+    return plan_step(
+        np.zeros(1, np.int32), none, none, np.zeros((0, 0), np.int32), window=1, ring_rows=1, slot_rows=1, ratios=ratios,
+        block_tokens=max(ratios, default=1),
+    )  # fmt: skip
+
+
 def _as_i32(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.int32)

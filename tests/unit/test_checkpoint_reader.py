@@ -18,9 +18,9 @@ from checkpoint_edits import (
     tensor_place,
     write_sums,
 )
-from released_config import released_config
 from safetensors.torch import load_file, save_file
 
+from deepinfer.bench.v41 import released_config
 from deepinfer.checkpoint import expected_tensors, open_checkpoint
 from deepinfer.cli.check import check_command, run_check
 from deepinfer.errors import (

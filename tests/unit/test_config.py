@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from checkpoint_edits import TINY
-from released_config import released_config
 
 from deepinfer._ownership import foreign_owner
+from deepinfer.bench.v41 import released_config
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.engram_layout import engram_multipliers
 from deepinfer.errors import BackendError, CheckpointError, ConfigError, DeepInferError, RequestError

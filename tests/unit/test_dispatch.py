@@ -257,7 +257,7 @@ class TestTheChoice:
         given.bind("linear", "head", x="bf16")
         with pytest.raises(BadCall, match="role 'head' is bound to fast already"):
             given.bind("linear", "head", x="f32")
-        assert given.choices["linear", "head"] == Choice("linear", "head", "toy", "fast", "yes")
+        assert given.choices["linear", "head"] == Choice("linear", "head", "toy", "fast", "yes", eager=("linear",))
 
 
 class TestChecksAndObservers:

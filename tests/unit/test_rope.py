@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deepinfer.bench.v41 import released_config
 from deepinfer.model.rope import inverse_frequencies, rope_table
-from tests.unit.released_config import released_config
 
 RELEASED = released_config()["text_config"]
 

@@ -4,8 +4,8 @@ from math import prod
 
 import pytest
 from checkpoint_edits import SHARDS, TINY, split_shard
-from released_config import released_config
 
+from deepinfer.bench.v41 import released_config
 from deepinfer.checkpoint import expected_tensors
 from deepinfer.checkpoint.plan import disk_bytes, logical_weights, plan_bytes
 from deepinfer.errors import ConfigError

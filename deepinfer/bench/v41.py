@@ -1,4 +1,4 @@
-"""The released model's configuration, as published: for planning tests without its weights."""
+"""The released model's configuration, as published: for planning and benchmarks without its weights."""
 
 from __future__ import annotations
 

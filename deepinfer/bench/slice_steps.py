@@ -1,0 +1,130 @@
+"""Steps of a slice: a decode, verify or prefill step whole, and its parts (one layer, input, head, draft) alone.
+
+All of it is the engine's network over bound ops; nothing here computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from deepinfer_hal.step import StepMeta, plan_step
+
+from deepinfer.bench.op_times import OpRecorder
+from deepinfer.bench.slice_config import layer_kind
+from deepinfer.bench.slice_model import SliceModel
+from deepinfer.model.layers import Residual
+from deepinfer.model.state import BLOCK_TOKENS
+from deepinfer.runner.sampler import SampledStep, Sampler
+
+
+class StepBench:
+    """One step of `requests` sequences with `tokens` query tokens each, at the end of a context of `before` tokens.
+
+    logits_each: of how many of a request's last rows the head makes logits.
+    """
+
+    def __init__(
+        self, model: SliceModel, requests: int, tokens: int, before: int, logits_each: int = 1, recorder: OpRecorder | None = None
+    ) -> None:
+        self.model, self.requests, self.tokens = model, requests, tokens
+        self.recorder = recorder
+        self.network = model.network(max(requests * max(tokens, model.text.dspark_block_size), 1), recorder)
+        self.dispatcher = self.network.dispatcher
+        self.sampler = Sampler(self.dispatcher, model.text.vocab_size, model.device)
+        self.advance = self.dispatcher.bind("advance_step")
+        self.meta = self._plan(before)
+        self.rows = self.meta.num_rows
+        ends = np.arange(1, requests + 1) * tokens
+        picked = (ends[:, None] - 1 - np.arange(logits_each)[::-1]).reshape(-1)
+        self.logit_rows = self._upload(picked.astype(np.int32))
+        self.batch = _greedy(len(picked))
+        self.settings = {name: self._upload(value) for name, value in self.batch.items()}
+        self.slots = self._upload(np.repeat(np.arange(requests, dtype=np.int32), logits_each))
+        self.positions = self._upload(np.repeat(np.full(requests, before + tokens, np.int32), logits_each))
+        self.dispatcher.observer = None
+
+    def _plan(self, before: int) -> StepMeta:
+        layout, requests = self.model.state.layout, self.requests
+        meta = plan_step(
+            np.arange(requests + 1, dtype=np.int32) * self.tokens, np.full(requests, before, np.int32),
+            np.arange(requests, dtype=np.int32), self.model.block_tables(requests), window=layout.window,
+            ring_rows=layout.ring_rows, slot_rows=layout.slot_rows, ratios=layout.ratios, block_tokens=BLOCK_TOKENS,
+        )  # fmt: skip
+        return meta.to(self._upload)
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device)
+
+    # -- the step and its parts
+
+    def whole(self) -> None:
+        """Forward, logits, sampling and the sampled tokens' way into the history."""
+        residual = self.network.forward(self.meta)
+        self._head(residual)
+
+    def _head(self, residual: Residual) -> None:
+        logits = self.network.logits(residual, self.rows, self.logit_rows)
+        step = SampledStep()
+        self.sampler(step, logits, _Batch(self.settings), self.slots, self.positions, self.model.state.history, list)
+        self.advance(step.tokens, self.slots, self.positions, self.model.state.history)
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        """The step's parts by name: `input`, `layer i kind`, `engram`, `features`, `head` and `draft`."""
+        network, views = self.network, self.network.buffers.rows(self.rows)
+
+        def tokens_in() -> None:
+            network.gather_tokens(
+                network.state.history, self.meta.slots, self.meta.row_to_req, self.meta.positions, None, views.ids, views.ngrams
+            )
+            network.embed(views.ids, network.weights.embedding, None, views.streams)
+
+        found: dict[str, Callable[[], None]] = {"input": tokens_in}
+        for topology in self.model.text.layers:
+            found[f"layer {topology.layer} {layer_kind(topology)}"] = self._layer(topology, views)
+        if network.engram is not None:
+            layer = self.model.text.engram_layer_ids[0]
+            found["engram"] = lambda: network.engram(network.weights.blocks[layer].engram, views.ngrams, views)
+        if network.draft is not None:
+            found["features"] = lambda: network.draft.store_main(self.meta, views)
+        found["head"] = lambda: self._head(Residual(views.pre_a))
+        if network.draft is not None:
+            anchors, gold = self.positions[:: max(1, len(self.positions) // self.requests)] - 1, self.slots[: self.requests] + 1
+            slots = self.slots[:: max(1, len(self.slots) // self.requests)].contiguous()
+            anchors = anchors.contiguous()
+            found["draft"] = lambda: network.draft(slots, anchors, gold)
+        return found
+
+    def _layer(self, topology: Any, views: Any) -> Callable[[], None]:
+        network = self.network
+        block = network.weights.blocks[topology.layer]
+
+        def run() -> None:
+            residual = Residual(views.pre_a, pending=True)
+            network.blocks.run(block, topology, residual, self.meta, views, network.attention, None, None)
+
+        return run
+
+    def eager_ops(self) -> list[str]:
+        """Ops of the step whose kernels no graph can hold; those that this step does not call are left out."""
+        unused = {("mask_logits", ""), ("top_logprobs", "")} | (set() if self.meta.flat else {("copy_rows", "window")})
+        choices = self.dispatcher.choices.items()
+        return sorted({op for key, choice in choices if key not in unused for op in choice.eager})
+
+
+class _Batch:
+    """Sampling settings that are on the device already."""
+
+    needs_mask, num_logprobs = False, -1
+
+    def __init__(self, settings: dict[str, torch.Tensor]) -> None:
+        self.__dict__.update(settings)
+
+
+def _greedy(rows: int) -> dict[str, np.ndarray]:
+    """Settings of the sample op for rows at temperature 1."""
+    ones, none = np.ones(rows, np.float32), np.zeros(rows, np.float32)
+    seeds = np.arange(rows, dtype=np.int64)
+    return {"temperature": ones, "top_k": np.zeros(rows, np.int32), "top_p": ones, "min_p": none, "seeds": seeds}

@@ -1,0 +1,126 @@
+"""Captured steps of a loaded model: one graph per padded size, captured at warm-up and replayed for every step that fits.
+
+All that changes from step to step lies in one device buffer at fixed addresses, filled by one copy before the replay. Where an
+op of the step has no kernel that a graph can hold, there are no graphs, and `reason` names the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from deepinfer_hal.dispatch import Dispatcher
+from deepinfer_hal.step import StepMeta, empty_step, pad_step
+
+from deepinfer.model.graph_plan import GraphShape
+from deepinfer.model.network import Network
+from deepinfer.model.state import BLOCK_TOKENS
+from deepinfer.runner.staging import Staging, packed_offsets, views_of
+
+OUTSIDE = frozenset({
+    ("copy_rows", "window"), ("nan_row_flags", ""), ("mask_logits", ""), ("top_logprobs", ""), ("sample", "target"),
+    ("advance_step", ""), ("sample", "draft"), ("draft_attention", ""), ("markov_logits", ""), ("confidence_head", ""),
+})  # fmt: skip
+"""Bound ops that a captured step does not call: they serve long prefills, sampling, and the draft block."""
+
+
+def eager_reason(dispatcher: Dispatcher, outside: frozenset[tuple[str, str]] = OUTSIDE) -> str | None:
+    """Why a step cannot be captured: which of its ops have no kernel that a graph can hold, and what serves them."""
+    found = {}
+    for key, choice in sorted(dispatcher.choices.items()):
+        for op in choice.eager if key not in outside else ():
+            found.setdefault(op, f"{op} ({choice.symbol})" if op == choice.op else f"{op} (in {choice.op})")
+    return f"no kernel that a graph can hold serves {', '.join(found.values())}" if found else None
+
+
+class _Captured:
+    """A graph with the fixed buffers that its step reads."""
+
+    def __init__(self, shape: GraphShape, packed: torch.Tensor, arrays: list[np.ndarray], meta: StepMeta) -> None:
+        self.shape = shape
+        found = views_of(packed, arrays)
+        views = iter(found)
+        self.meta = meta.to(lambda _: next(views))
+        self.logit_rows = next(views)
+        self.graph: Any = None
+
+
+class StepGraphs:
+    """The graphs of one network. `warm_up` captures all `shapes`; `choose` and `launch` serve a step."""
+
+    def __init__(
+        self, network: Network, slot: Any, staging: Staging, shapes: tuple[GraphShape, ...], dispatcher: Dispatcher
+    ) -> None:
+        """slot: the backend's graphs slot, or None if it has none."""
+        self.network, self.slot, self.staging, self.shapes = network, slot, staging, shapes
+        self.reason = "the backend captures no graphs" if slot is None else eager_reason(dispatcher)
+        self._captured: dict[GraphShape, _Captured] = {}
+        self._packed = torch.zeros(0, dtype=torch.uint8, device=staging.device)
+
+    @property
+    def count(self) -> int:
+        return len(self._captured)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory of the pool that the graphs share, as the slot counts it."""
+        return int(getattr(self.slot, "pool_bytes", 0))
+
+    def warm_up(self) -> None:
+        """Captures every shape; each is run first, which compiles its kernels. Without graphs, each is only run."""
+        ratios = self.network.state.layout.ratios
+        prepared = []
+        for shape in self.shapes:
+            arrays, meta = self._arrays(shape, empty_step(ratios), np.zeros(0, np.int32))
+            prepared.append((shape, arrays, meta))
+        nbytes = max((packed_offsets(arrays)[1] for _, arrays, _ in prepared), default=0)
+        self._packed = torch.zeros(nbytes, dtype=torch.uint8, device=self.staging.device)
+        for shape, arrays, meta in prepared:
+            one = _Captured(shape, self._packed, arrays, meta)
+            self.staging.fill(self._packed, arrays)
+            step = self._step(one)
+            if self.reason is None:
+                one.graph = self.slot.capture(step)
+                self._captured[shape] = one
+            else:
+                step()
+
+    def choose(self, meta: StepMeta, logit_rows: int) -> GraphShape | None:
+        """The smallest captured shape that holds a host plan, or None."""
+        if meta.flat or not self._captured:
+            return None
+        seen = max((ratio * one.max_visible for ratio, one in meta.ratios.items()), default=0)
+        fitting = (
+            shape for shape in self._captured
+            if shape.requests >= meta.num_requests and shape.rows >= max(meta.num_rows, logit_rows) and shape.tokens >= seen
+        )  # fmt: skip
+        return min(fitting, key=lambda shape: (shape.rows, shape.requests, shape.tokens), default=None)
+
+    def launch(self, shape: GraphShape, meta: StepMeta, logit_rows: np.ndarray) -> torch.Tensor:
+        """Enqueues a host plan on the graph of `shape`: float32 [S, V], a view that the next step overwrites."""
+        one = self._captured[shape]
+        self.staging.fill(self._packed, self._arrays(shape, meta, logit_rows)[0])
+        one.graph.replay()
+        return self.network.outputs.rows(shape.rows).logits[: len(logit_rows)]
+
+    def _arrays(self, shape: GraphShape, meta: StepMeta, logit_rows: np.ndarray) -> tuple[list[np.ndarray], StepMeta]:
+        """What changes from step to step, in the order of the fixed buffer, and the padded plan that it comes from."""
+        columns = -(-shape.tokens // BLOCK_TOKENS)
+        padded = pad_step(meta, requests=shape.requests, rows=shape.rows, columns=columns, tokens=shape.tokens)
+        arrays: list[np.ndarray] = []
+        padded.to(lambda array: arrays.append(array))
+        wanted = np.full(shape.rows, -1, np.int32)
+        wanted[: len(logit_rows)] = logit_rows
+        return [*arrays, wanted], padded
+
+    def _step(self, one: _Captured) -> Callable[[], None]:
+        network, rows = self.network, one.shape.rows
+
+        def step() -> None:
+            network.buffers.rows(rows).ids.fill_(-1)  # a padded row embeds nothing, whatever stood there
+            residual = network.forward(one.meta)
+            network.logits(residual, rows, one.logit_rows)
+
+        return step
