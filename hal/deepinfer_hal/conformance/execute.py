@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -58,16 +59,22 @@ def first_with_rows(card: OpCard, cases: Iterable[Case]) -> str | None:
     return None
 
 
+EMULATED_REPEAT_SECONDS = 20.0
+"""Time for repetitions of one op on an emulated device, beyond the thousand that its cases share."""
+
+
 def share_repetitions(profile: Profile, cases: int, emulated: bool = False) -> Profile:
-    """The profile with the time for repetitions of one op shared by its cases; on an emulated device, where a call costs
-    a thousand times a chip's, their number is shared too, but for AT_LEAST a case."""
+    """The profile with the time for repetitions of one op shared by its cases.
+
+    On an emulated device a call costs a thousand times a chip's: a profile without a limit of time gets one there, and
+    the cases of an op make `profile.repetitions` together, however long that takes.
+    """
     from dataclasses import replace
 
-    from deepinfer_hal.conformance.checks.repeat import AT_LEAST
-
-    cases = max(cases, 1)
-    repetitions = max(-(-profile.repetitions // cases), AT_LEAST) if emulated else profile.repetitions
-    return replace(profile, repetitions=repetitions, repeat_seconds=profile.repeat_seconds / cases)
+    cases, seconds, least = max(cases, 1), profile.repeat_seconds, profile.repeat_least
+    if emulated and math.isinf(seconds):
+        seconds, least = EMULATED_REPEAT_SECONDS, max(-(-profile.repetitions // cases), least)
+    return replace(profile, repeat_seconds=seconds / cases, repeat_least=least)
 
 
 def run_case(

@@ -13,9 +13,9 @@ from deepinfer_hal.errors import BadCall
 class Profile:
     """How thorough a run is.
 
-    repetitions: runs of a case that must give the same bits (of an op, shared by its cases, on an emulated device);
-    repeat_seconds: time one case may spend on them (the first to be reached ends it); shapes: property-based problems an op;
-    case_seconds: time limit of a case.
+    repetitions: runs of a case that must give the same bits; repeat_seconds: time one case may spend on them (the first to be
+    reached ends it, but not before repeat_least runs); shapes: property-based problems an op; case_seconds: time limit of a
+    case.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Profile:
     repeat_seconds: float
     shapes: int
     case_seconds: float
+    repeat_least: int = 3
 
 
 CORE = Profile("core", repetitions=1000, repeat_seconds=1.0, shapes=4, case_seconds=60.0)

@@ -8,8 +8,6 @@ from deepinfer_hal.conformance.checks._base import Check, Profile
 from deepinfer_hal.conformance.problem import Problem
 from deepinfer_hal.conformance.verdict import CheckFailed
 
-AT_LEAST = 3
-
 LOOK_EVERY = 16
 """Runs between two looks at what was found: each look brings a value to the host."""
 
@@ -21,7 +19,7 @@ def run(problem: Problem, profile: Profile) -> None:
     before = placed.snapshot()
     deadline, found = time.monotonic() + profile.repeat_seconds, []
     for repetition in range(1, profile.repetitions):
-        if repetition >= AT_LEAST and time.monotonic() > deadline:
+        if repetition >= profile.repeat_least and time.monotonic() > deadline:
             break
         placed.reset(before)
         problem.call(placed.args)
