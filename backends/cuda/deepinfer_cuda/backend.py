@@ -1,21 +1,22 @@
-"""The CUDA backend: NVIDIA GPUs through torch.cuda, with the portable Triton kernels for their cards.
-
-State: the device is `written`, its kernels at most `assembles`: nothing here has run on a GPU.
-"""
+"""The CUDA backend: NVIDIA GPUs through torch.cuda, with CUDA C++ kernels for Hopper and the portable Triton kernels."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import deepinfer_triton
 import torch
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo, MemoryInfo
 from deepinfer_hal.communicator import Communicator
 from deepinfer_hal.errors import BackendUnavailable
 from deepinfer_hal.kernel import Kernel
 
-from deepinfer_cuda import error_words, gpu, runtime
+from deepinfer_cuda import error_words, gpu, native_library, runtime
+from deepinfer_cuda.kernel_sources import package_digest
 
 
 class CudaBackend(Backend):
@@ -102,16 +103,23 @@ class CudaBackend(Backend):
         triton = gpu.triton_part()
         state = missing[0] if missing else "all parts are here" if triton.ok else str(triton)
         return {
-            "gpu": f"written, never run; {machine.reason or gpu.names(machine.gpus)}",
-            "triton kernels": f"assembled for sm_90a, sm_100a and sm_103a, never run; {state}",
-            "cuda c++ kernels": "none yet",
+            "gpu": machine.reason or gpu.names(machine.gpus),
+            "cuda c++ kernels": native_library.part().found,
+            "triton kernels": f"sources {_triton_sources()}; {state}",
         }
+
+
+@functools.cache
+def _triton_sources() -> str:
+    return package_digest(Path(deepinfer_triton.__file__).parent)
 
 
 def _details(one: gpu.Gpu) -> dict[str, str]:
     lacking = gpu.missing_for_kernels(one)
+    native = one.capability == native_library.CAPABILITY and native_library.part().ok
+    offered = [*(["CUDA C++"] if native else []), *([] if lacking else ["Triton"])]
     return {
         "state": "written", "capability": "{}.{}".format(*one.capability), "multiprocessors": str(one.multiprocessors),
         "cuda": str(torch.version.cuda), "triton": gpu.triton_version() or "none",
-        "kernels": f"none, the references serve ({lacking})" if lacking else "Triton, assembled and never run",
+        "kernels": " and ".join(offered) or f"none, the references serve ({lacking})",
     }  # fmt: skip

@@ -1,4 +1,7 @@
-"""Which kernels a GPU gets: the Triton kernels of its target, each launched on that GPU."""
+"""Which kernels a GPU gets: CUDA C++ where the library is for it, the Triton kernels of its target, each launched on that GPU.
+
+Both may serve an op; the CUDA C++ kernel has the higher priority, and answers No to what it was not written for.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,25 @@ from deepinfer_hal.kernel import Kernel
 from deepinfer_triton.provider import triton_kernels
 from deepinfer_triton.targets import Target, cuda_target
 
-from deepinfer_cuda import gpu
+from deepinfer_cuda import gpu, native
 
 
 def kernels_of(found: gpu.Gpu) -> list[Kernel]:
-    """The kernels for this GPU; none where `gpu.missing_for_kernels` has a reason, so that the references serve."""
-    target = cuda_target(*found.capability)
-    if gpu.missing_for_kernels(found) or not isinstance(target, Target):
-        return []
-    made = triton_kernels(target)
+    """The kernels for this GPU; none where `gpu.missing_for_kernels` has a reason and there is no library either, so that the
+    references serve."""
+    made = [*native.kernels(found.capability, torch.device("cuda", found.index)), *_portable(found)]
     return made if torch.cuda.device_count() == 1 else [_on_device(kernel, found.index) for kernel in made]
 
 
+def _portable(found: gpu.Gpu) -> list[Kernel]:
+    target = cuda_target(*found.capability)
+    missing = gpu.missing_for_kernels(found) or not isinstance(target, Target)
+    return [] if missing else triton_kernels(target)
+
+
 def _on_device(kernel: Kernel, index: int) -> Kernel:
-    """Triton launches on the thread's current GPU, whatever GPU the tensors are on; where there are several, each call
-    says which."""
+    """A launch goes to the thread's current GPU, whatever GPU the tensors are on; where there are several, each call says
+    which."""
     return dataclasses.replace(kernel, fn=functools.partial(_call_on, index, kernel.fn))
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 from deepinfer_hal.c_abi import CLibrary
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 
-LIBRARY = Path(__file__).with_name("libdeepinfer_cuda.so")
-CAPABILITY = (9, 0)
-"""What the library is made for: sm_90a runs on 9.0 and on nothing else."""
+from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
 
 WORKSPACE_BYTES = 64 << 20
 PRIORITY = 100
@@ -41,7 +38,8 @@ def kernels(capability: tuple[int, int], device: torch.device) -> list[Kernel]:
     """One kernel for every op that the library exports; none without the library or on another architecture."""
     if capability != CAPABILITY or not LIBRARY.is_file():
         return []
-    return library(device).kernels("cuda", invariant="yes", capturable=True, priority=PRIORITY, supports=supports)
+    made = library(device).kernels("cuda", invariant="yes", capturable=True, priority=PRIORITY, supports=supports)
+    return [kernel for kernel in made if kernel.op in _SUPPORTS]
 
 
 def supports(call: CallSpec) -> Yes | No:
