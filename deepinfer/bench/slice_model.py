@@ -86,14 +86,15 @@ class SliceModel:
     def network(self, max_rows: int, observer: Observer | None = None) -> Network:
         """The engine's network over these weights, for steps of at most `max_rows` token rows."""
         text = self.text
-        dispatcher = Dispatcher(self.backend, self.index, observer=observer)
+        dispatcher = Dispatcher(self.backend, self.index, observer=observer, observe_parts=observer is not None)
         token_map = None
         if text.engram_layer_ids:
             ids = torch.arange(text.vocab_size, dtype=torch.int32, device=self.device)
             token_map = ids % (text.engram_compressed_vocab_size or text.vocab_size)
         network = Network(
             text, self.weights, self.state, self.numerics, dispatcher, max_rows=max_rows,
-            max_logit_rows=min(max_rows, 4 * self.sequences), max_tokens=self.context + 8, token_map=token_map, with_draft=True,
+            max_logit_rows=min(max_rows, max(8 * self.sequences, 64)),
+            max_tokens=self.context + 8, token_map=token_map, with_draft=True,
         )  # fmt: skip
         network.dispatcher = dispatcher
         return network

@@ -40,7 +40,7 @@ class StepBench:
         ends = np.arange(1, requests + 1) * tokens
         picked = (ends[:, None] - 1 - np.arange(logits_each)[::-1]).reshape(-1)
         self.logit_rows = self._upload(picked.astype(np.int32))
-        self.batch = _greedy(len(picked))
+        self.batch = random_settings(len(picked))
         self.settings = {name: self._upload(value) for name, value in self.batch.items()}
         self.slots = self._upload(np.repeat(np.arange(requests, dtype=np.int32), logits_each))
         self.positions = self._upload(np.repeat(np.full(requests, before + tokens, np.int32), logits_each))
@@ -68,7 +68,7 @@ class StepBench:
     def _head(self, residual: Residual) -> None:
         logits = self.network.logits(residual, self.rows, self.logit_rows)
         step = SampledStep()
-        self.sampler(step, logits, _Batch(self.settings), self.slots, self.positions, self.model.state.history, list)
+        self.sampler(step, logits, Settings(self.settings), self.slots, self.positions, self.model.state.history, list)
         self.advance(step.tokens, self.slots, self.positions, self.model.state.history)
 
     def parts(self) -> dict[str, Callable[[], None]]:
@@ -107,14 +107,18 @@ class StepBench:
 
         return run
 
-    def eager_ops(self) -> list[str]:
-        """Ops of the step whose kernels no graph can hold; those that this step does not call are left out."""
-        unused = {("mask_logits", ""), ("top_logprobs", "")} | (set() if self.meta.flat else {("copy_rows", "window")})
-        choices = self.dispatcher.choices.items()
-        return sorted({op for key, choice in choices if key not in unused for op in choice.eager})
+    @property
+    def outside(self) -> frozenset[tuple[str, str]]:
+        """Bound ops that this step does not call."""
+        unused = {("mask_logits", ""), ("top_logprobs", "")}
+        return frozenset(unused if self.meta.flat else unused | {("copy_rows", "window")})
+
+    def finite(self) -> bool:
+        """Whether the logits of the last step are numbers, so that what was timed was computed on numbers too."""
+        return bool(torch.isfinite(self.network.outputs.rows(len(self.logit_rows)).logits).all())
 
 
-class _Batch:
+class Settings:
     """Sampling settings that are on the device already."""
 
     needs_mask, num_logprobs = False, -1
@@ -123,8 +127,8 @@ class _Batch:
         self.__dict__.update(settings)
 
 
-def _greedy(rows: int) -> dict[str, np.ndarray]:
-    """Settings of the sample op for rows at temperature 1."""
+def random_settings(rows: int) -> dict[str, np.ndarray]:
+    """Settings of the sample op for rows at temperature 1, as host arrays."""
     ones, none = np.ones(rows, np.float32), np.zeros(rows, np.float32)
     seeds = np.arange(rows, dtype=np.int64)
     return {"temperature": ones, "top_k": np.zeros(rows, np.int32), "top_p": ones, "min_p": none, "seeds": seeds}

@@ -7,7 +7,20 @@ from typing import Annotated
 import typer
 
 import deepinfer
-from deepinfer.cli import bench, chat, environment, generate, hal, hal_bench, hal_ladder, hal_new, hal_prove, hal_report, hal_test
+from deepinfer.cli import (
+    bench,
+    bench_slice,
+    chat,
+    environment,
+    generate,
+    hal,
+    hal_bench,
+    hal_ladder,
+    hal_new,
+    hal_prove,
+    hal_report,
+    hal_test,
+)
 from deepinfer.cli.groups import add_command, new_app
 from deepinfer.cli.options import Json, human_size
 
@@ -65,5 +78,6 @@ add_command(hal_app, "table", hal_report.hal_table)
 add_command(bench_app, "latency", bench.latency)
 add_command(bench_app, "throughput", bench.throughput)
 add_command(bench_app, "host", bench.host)
+add_command(bench_app, "rank-slice", bench_slice.rank_slice)
 app.add_typer(hal_app, name="hal")
 app.add_typer(bench_app, name="bench")

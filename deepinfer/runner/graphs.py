@@ -68,6 +68,10 @@ class StepGraphs:
         """Device memory of the pool that the graphs share, as the slot counts it."""
         return int(getattr(self.slot, "pool_bytes", 0))
 
+    def graph(self, shape: GraphShape) -> Any:
+        """The captured graph of a shape, as the slot made it."""
+        return self._captured[shape].graph
+
     def warm_up(self) -> None:
         """Captures every shape; each is run first, which compiles its kernels. Without graphs, each is only run."""
         ratios = self.network.state.layout.ratios

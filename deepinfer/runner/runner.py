@@ -47,7 +47,7 @@ class Runner:
         self.sampler = Sampler(loaded.dispatcher, self.text.vocab_size, self.device)
         self.staging = Staging(loaded.backend, loaded.device_index)
         self.graphs: StepGraphs | None = None
-        self._advance = loaded.dispatcher.bind("advance_step")
+        self.advance = loaded.dispatcher.bind("advance_step")
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, with_draft: bool = False) -> Runner:
@@ -133,7 +133,7 @@ class Runner:
             chosen = (plan.slots[plan.sample_requests].astype(np.int32), plan.positions_out.astype(np.int32))
             slots, positions = self.staging.upload(chosen)
             self.sampler(step, logits, plan.sampling, slots, positions, self.state.history, self.staging.upload)
-            self._advance(step.tokens, slots, positions, self.state.history)
+            self.advance(step.tokens, slots, positions, self.state.history)
         step.start_download(self.loaded.backend, self.loaded.device_index)
         return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Callable
@@ -12,22 +13,25 @@ import torch
 
 _SMALLEST_COPY_BYTES = 4 << 20
 _LARGEST_COPY_BYTES = 256 << 20
-_GEMM_SIZE = 1024
+_GEMM_SIZES = (1024, 2048, 4096, 8192)
+_GEMM_SECONDS = 5e-4
 _REPEATS = 7
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """bandwidth: bytes read and written per second by a copy of `copy_bytes`; flops: the best of `gemm_flops`, by dtype."""
+    """bandwidth: bytes read and written per second by a copy of `copy_bytes`; flops: the best of `gemm_flops`, by dtype:
+    float32, bfloat16, and float8_e4m3fn on a device that multiplies such numbers."""
 
     bandwidth: float
     copy_bytes: int
     flops: float
     gemm_flops: dict[str, float]
 
-    def seconds(self, nbytes: int, flops: int) -> float:
-        """The least time of work that moves so many bytes and does so many FLOPs."""
-        return max(nbytes / self.bandwidth, flops / self.flops)
+    def seconds(self, nbytes: int, flops: int, dtype: str = "") -> float:
+        """The least time of work that moves so many bytes and does so many FLOPs; dtype: at the rate of that type's products
+        where it was measured, else at the best one."""
+        return max(nbytes / self.bandwidth, flops / self.gemm_flops.get(dtype, self.flops))
 
     def best(self, other: Ceilings) -> Ceilings:
         """The higher of each: what else runs on a machine can only lower a measured ceiling."""
@@ -57,11 +61,37 @@ def measure_ceilings(backend: Any, index: int, working_set_bytes: int) -> Ceilin
     bandwidth = 2 * copy_bytes / seconds(lambda: target.copy_(source), max(1, (64 << 20) // copy_bytes))
     gemm = {}
     for dtype in (torch.float32, torch.bfloat16):
-        factor = torch.full((_GEMM_SIZE, _GEMM_SIZE), 0.5, dtype=dtype, device=device)
-        product = torch.empty_like(factor)
-        least = seconds(functools.partial(torch.mm, factor, factor, out=product), 1)
-        gemm[str(dtype).removeprefix("torch.")] = 2 * _GEMM_SIZE**3 / least
+        gemm[_name(dtype)] = _best_gemm(seconds, functools.partial(_dense_product, dtype, device))
+    if backend.capabilities(index).float8:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # the device may have the type and torch no product
+            gemm[_name(torch.float8_e4m3fn)] = _best_gemm(seconds, functools.partial(_float8_product, device))
     return Ceilings(bandwidth, copy_bytes, max(gemm.values()), gemm)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _best_gemm(seconds: Callable[[Callable[[], Any], int], float], product: Callable[[int], Callable[[], Any]]) -> float:
+    """FLOP/s of square products, larger ones as long as one is too short to fill the device."""
+    best = 0.0
+    for size in _GEMM_SIZES:
+        least = seconds(product(size), 1)
+        best = max(best, 2 * size**3 / least)
+        if least > _GEMM_SECONDS:
+            break
+    return best
+
+
+def _dense_product(dtype: torch.dtype, device: torch.device, size: int) -> Callable[[], Any]:
+    factor = torch.randn(size, size, device=device).to(dtype)
+    return functools.partial(torch.mm, factor, factor, out=torch.empty_like(factor))
+
+
+def _float8_product(device: torch.device, size: int) -> Callable[[], Any]:
+    factor = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return lambda: torch._scaled_mm(factor, factor.t(), one, one, out_dtype=torch.bfloat16)
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -1,0 +1,164 @@
+"""One rank's slice of a model, measured: decode, verify, draft and prefill steps, their parts and ops, and the host's gap.
+
+What is measured: the engine's own network, sampler and step loop over the kernels that a backend binds, on random weights and
+caches of the model's shapes. What is not: other ranks. A rank's experts see as many rows as balanced routing over all ranks would
+bring them; the exchange itself takes no time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deepinfer_hal.ceilings import Ceilings, measure_ceilings
+
+from deepinfer.bench.extrapolate import DRAFTS, extrapolate, missing_kinds, whole_model_ops
+from deepinfer.bench.op_times import OpRecorder, Timing, time_run
+from deepinfer.bench.slice_config import Slice, kind_counts
+from deepinfer.bench.slice_gap import measure_gap
+from deepinfer.bench.slice_model import SliceModel
+from deepinfer.bench.slice_steps import StepBench
+from deepinfer.runner.graphs import eager_reason
+
+_CEILING_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """requests: sequences of the decode steps; context: tokens before each; prefill: tokens of the prefill steps, from the
+    start of a sequence; ops_at: of which request counts and prefill sizes every op is timed; gap_steps: decode steps of the
+    engine's own loop, at each request count of ops_at."""
+
+    requests: tuple[int, ...]
+    context: int
+    prefill: tuple[int, ...]
+    ops_at: tuple[int, ...]
+    gap_steps: int = 0
+
+
+Say = Callable[[str], None]
+
+
+def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lambda line: None) -> dict[str, Any]:
+    """All steps of the workload as plain values for a report; `say` hears each as it comes. A step that fails is an entry with
+    its error, and the others go on."""
+    ceilings = measure_ceilings(backend, index, _CEILING_BYTES)
+    say(describe_ceilings(ceilings))
+    longest = max((load.context if load.requests else 0, *load.prefill))
+    model = SliceModel(backend, index, cut, max(load.requests, default=1), longest)
+    bench = _Bench(backend, index, model, ceilings, say)
+    steps = []
+    for requests in load.requests:
+        for tokens in (1, 1 + DRAFTS):
+            what = {"kind": "decode" if tokens == 1 else "verify", "requests": requests, "tokens": tokens}
+            steps.append(bench.step(what, load.context - tokens, tokens, requests in load.ops_at))
+    for tokens in load.prefill:
+        steps.append(bench.step({"kind": "prefill", "requests": 1, "tokens": tokens}, 0, 1, tokens in load.ops_at))
+    gaps = [bench.gap(requests, load.gap_steps) for requests in load.requests if requests in load.ops_at and load.gap_steps]
+    bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, _CEILING_BYTES))
+    result = {
+        "device": f"{backend.name}:{index}",
+        "ranks": cut.ranks,
+        "layers": list(cut.layers),
+        "kinds": cut.kinds,
+        "model_kinds": kind_counts(cut.model),
+        "model_engram_layers": len(cut.model.text.engram_layer_ids),
+        "experts": cut.config.text.n_routed_experts,
+        "draft_experts": cut.config.text.dspark_n_routed_experts,
+        "context": load.context,
+        "ceilings": asdict(bench.ceilings),
+        "steps": steps,
+        "gaps": gaps,
+        "kernels": bench.kernels,
+        "reference_fallbacks": bench.fallbacks,
+    }
+    text = cut.model.text
+    for step in steps:
+        if "ops" in step:
+            step["ops"] = whole_model_ops(result, step)
+    return {
+        **result, "missing_kinds": missing_kinds(result),
+        "whole_model": extrapolate(result, text.hidden_size, text.n_routed_experts),
+    }  # fmt: skip
+
+
+def describe_ceilings(ceilings: Ceilings) -> str:
+    """One line for people."""
+    products = ", ".join(f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in ceilings.gemm_flops.items())
+    return f"copy {ceilings.bandwidth / 1e12:.3g} TB/s; products: {products}"
+
+
+class _Bench:
+    """What the steps of one slice share."""
+
+    def __init__(self, backend: Any, index: int, model: SliceModel, ceilings: Ceilings, say: Callable[[str], None]) -> None:
+        self.backend, self.index, self.model, self.ceilings, self.say = backend, index, model, ceilings, say
+        self.kernels: list[dict[str, Any]] = []
+        self.fallbacks: dict[str, int] = {}
+        has_graphs = backend.capabilities(index).graphs
+        self.graphs = backend.graphs(index) if has_graphs else None
+
+    def step(self, what: dict[str, Any], before: int, logits_each: int, with_ops: bool) -> dict[str, Any]:
+        """One step whole, in parts and, if asked, by op. Never raises for what a kernel does."""
+        try:
+            return self._step(what, before, logits_each, with_ops)
+        except Exception as error:  # a benchmark of many sizes outlives one that cannot be run
+            self.say(f"{what}: {type(error).__name__}: {error}")
+            return {**what, "error": f"{type(error).__name__}: {error}"}
+
+    def gap(self, requests: int, steps: int) -> dict[str, Any]:
+        """The engine's own loop at a request count; an entry with its error if it fails."""
+        try:
+            found = measure_gap(self.backend, self.index, self.model, requests, steps)
+        except Exception as error:  # as in `step`
+            found = {"requests": requests, "error": f"{type(error).__name__}: {error}"}
+        self.say(f"engine loop: {found}")
+        return found
+
+    def _step(self, what: dict[str, Any], before: int, logits_each: int, with_ops: bool) -> dict[str, Any]:
+        recorder = OpRecorder()
+        step = StepBench(self.model, what["requests"], what["tokens"], before, min(logits_each, what["tokens"]), recorder)
+        self.kernels = [vars(choice) for choice in step.dispatcher.table()]
+        self.fallbacks = dict(step.dispatcher.fallbacks)
+        prefill = what["kind"] == "prefill"
+        reason = "a prefill is not captured" if prefill else eager_reason(step.dispatcher, step.outside)
+        graphs = self.graphs if reason is None else None
+        reason = reason if self.graphs is not None else "the backend captures no graphs"
+        whole = self._time(step.whole, graphs)
+        found: dict[str, Any] = {**what, "eager_because": "" if graphs else reason, "whole": asdict(whole)}
+        self.say(f"{what}: {1e3 * whole.median:.3f} ms" + ("" if graphs else f" (eager: {reason})"))
+        parts = {name: run for name, run in step.parts().items() if not (prefill and name == "draft")}
+        found["parts"] = {name: asdict(self._time(run, graphs)) for name, run in parts.items()}
+        found["finite"] = step.finite()
+        if with_ops:
+            found["ops"] = self._ops(step, parts, recorder)
+        return found
+
+    def _time(self, run: Callable[[], None], graphs: Any) -> Timing:
+        return time_run(self.backend, self.index, run, graphs)
+
+    def _ops(self, step: StepBench, parts: dict[str, Callable[[], None]], recorder: OpRecorder) -> list[dict[str, Any]]:
+        """Time and floor of every op, most expensive first; `weighted`: calls in the slice's parts by name."""
+        step.dispatcher.observer = recorder
+        for recorder.part, run in parts.items():
+            run()
+        step.dispatcher.observer = None
+        capturable = {choice.op for choice in step.dispatcher.table() if not choice.eager}
+        eager = {op for choice in step.dispatcher.table() for op in choice.eager}
+        rows = []
+        for group in recorder.found.values():
+            graphs = self.graphs if group.op not in eager or group.op in capturable else None
+
+            def run(group: Any = group) -> None:
+                for call in group.calls:
+                    call()
+
+            timing = self._time(run, graphs)
+            floor = self.ceilings.seconds(group.nbytes, group.flops, group.dtype)
+            rows.append({
+                "op": group.op, "role": group.role, "calls": len(group.calls), "parts": group.parts,
+                "seconds": timing.median, "graph": timing.graph, "floor_seconds": floor, "bytes": group.nbytes,
+                "flops": group.flops, "share_of_floor": floor / timing.median if timing.median else None,
+            })  # fmt: skip
+        return sorted(rows, key=lambda row: -row["seconds"])
