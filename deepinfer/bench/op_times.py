@@ -14,7 +14,7 @@ from typing import Any
 from deepinfer_hal.weights import WeightHandle
 
 SAMPLES = 5
-_SAMPLE_SECONDS = 4e-3
+SAMPLE_SECONDS = 4e-3
 _FLOAT8_OPS = frozenset({"linear", "grouped_linear", "grouped_gemm", "score_index"})
 """Ops whose operands are codes, so that a device may multiply them as such."""
 
@@ -83,7 +83,7 @@ def time_run(backend: Any, index: int, run: Callable[[], None], graphs: Any = No
         return (clock() - start) / times
 
     sample(1)
-    times = max(1, min(int(_SAMPLE_SECONDS / max(sample(1), 1e-7)), 1000))
+    times = max(1, min(int(SAMPLE_SECONDS / max(sample(1), 1e-7)), 1000))
     values = [sample(times) for _ in range(SAMPLES)]
     if hasattr(graph, "reset"):
         graph.reset()

@@ -24,7 +24,7 @@ OURS = {
 """Parts of this project that a part may import; a backend: itself, the HAL and the portable Triton kernels."""
 
 THIRD_PARTY = {
-    "deepinfer": {"torch", "numpy", "safetensors", "tokenizers", "msgspec", "typer", "click", "rich"},
+    "deepinfer": {"torch", "numpy", "safetensors", "tokenizers", "msgspec", "typer", "click", "rich", "matplotlib"},
     "deepinfer_hal": {"torch", "numpy"},
     "deepinfer_cpu": {"torch", "numpy"},
     "deepinfer_triton": {"torch", "numpy", "triton"},

@@ -1,0 +1,187 @@
+"""A rank's slice: which layers it has, that it computes on numbers, and the arithmetic from its parts to the whole model."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from deepinfer_cpu.backend import CpuBackend
+from deepinfer_hal.row_layout import read_rows
+from recording_backend import RecordingBackend
+
+from deepinfer.bench import op_times, rank_slice, slice_plot
+from deepinfer.bench.extrapolate import PUBLISHED_DECODE, extrapolate, scaled, whole_model_ops
+from deepinfer.bench.rank_slice import Workload, measure
+from deepinfer.bench.slice_config import choose_layers, kind_counts, make_slice
+from deepinfer.bench.slice_model import SliceModel
+from deepinfer.bench.v41 import released_config
+from deepinfer.cli.main import main
+from deepinfer.errors import ConfigError
+from deepinfer.model_config import ModelConfig
+from deepinfer.model_path import resolve_model
+
+RELEASED = ModelConfig.from_dict(released_config())
+NANO = ModelConfig.from_folder(resolve_model("nano"))
+KINDS = {"window": 2, "source-2": 3, "reuse-2": 15, "source-1": 1, "reuse-1": 15, "pool-1": 4}
+
+
+class TestTheLayersOfASlice:
+    def test_the_released_model_has_six_kinds(self):
+        assert kind_counts(RELEASED) == KINDS
+
+    @pytest.mark.parametrize("layers", [2, 4, 6, 9, 17, 40])
+    def test_every_layer_keeps_its_kind_and_finds_its_source(self, layers):
+        cut = make_slice(RELEASED, layers, 64)
+        whole = RELEASED.text.layers
+        for topology, layer in zip(cut.config.text.layers, cut.layers, strict=True):
+            before = whole[layer]
+            for name in ("ratio", "owns_kv", "owns_index_query", "uses_pool", "builds_pool", "rope"):
+                assert getattr(topology, name) == getattr(before, name), (layer, name)
+        assert len(cut.kinds) == layers and (layers < 6 or set(cut.kinds) == set(KINDS))
+
+    def test_more_layers_go_where_the_model_has_most(self):
+        kinds = make_slice(RELEASED, 12, 64).kinds
+        assert kinds.count("reuse-2") + kinds.count("reuse-1") == 8
+
+    def test_all_layers_are_the_model(self):
+        assert choose_layers(RELEASED, 40) == list(range(40))
+
+    @pytest.mark.parametrize("ranks, experts, draft", [(64, 6, 3), (8, 48, 16), (1, 384, 128)])
+    def test_a_rank_holds_its_share_of_experts(self, ranks, experts, draft):
+        text = make_slice(RELEASED, 6, ranks).config.text
+        assert (text.n_routed_experts, text.dspark_n_routed_experts) == (experts, draft)
+
+    @pytest.mark.parametrize("layers, ranks, key", [(0, 1, "layers"), (41, 1, "layers"), (6, 0, "ranks"), (6, 385, "ranks")])
+    def test_what_cannot_be_is_refused_by_name(self, layers, ranks, key):
+        with pytest.raises(ConfigError, match=key):
+            make_slice(RELEASED, layers, ranks)
+
+
+def test_random_caches_hold_canonical_numbers_and_sequences_share_no_block():
+    model = SliceModel(CpuBackend(), 0, make_slice(NANO, 6, 2), sequences=3, context=300)
+    assert model.context == 384 and len(set(model.block_tables(3).ravel().tolist())) == 9
+    text, numerics = model.text, model.numerics
+    for source in model.state.layout.sources:
+        slots = torch.arange(source.block_rows * 9)
+        for cache, form, width in (
+            (model.state.main_rows(source.layer), numerics.main_format, text.head_dim),
+            (model.state.index_rows(source.layer), numerics.index_format, text.index_head_dim),
+        ):
+            rows = read_rows(cache, slots, form, width, source.block_rows)
+            assert rows.isfinite().all() and 0.05 < rows.std() < 20 and len(rows.unique(dim=0)) == len(rows)
+    window = read_rows(model.state.windows, torch.arange(200), numerics.window_format, text.head_dim, 0)
+    assert window.isfinite().all() and 0.05 < window.std() < 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_samples():
+    """Times are not looked at here, so that one call a sample is enough."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op_times, "SAMPLES", 1)
+        patch.setattr(op_times, "SAMPLE_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def result(short_samples):
+    load = Workload(requests=(2,), context=256, prefill=(200,), ops_at=(2,), gap_steps=3)
+    return measure(RecordingBackend(), 0, make_slice(NANO, 6, 2), load)
+
+
+class TestMeasuring:
+    def test_decode_steps_are_captured_whole_and_in_parts(self, result):
+        decode, verify, prefill = result["steps"]
+        assert [step["kind"] for step in result["steps"]] == ["decode", "verify", "prefill"]
+        for step in (decode, verify):
+            assert step["finite"] and step["whole"]["graph"] and all(part["graph"] for part in step["parts"].values())
+            assert list(step["parts"])[-4:] == ["engram", "features", "head", "draft"]
+        assert prefill["finite"] and not prefill["whole"]["graph"] and "draft" not in prefill["parts"]
+
+    def test_every_op_is_timed_beside_its_floor_and_its_calls_are_told_apart_by_part(self, result):
+        ops = {(op["op"], op["role"]): op for op in result["steps"][0]["ops"]}
+        assert ops["grouped_gemm", "experts_down"]["calls"] == 6 + 3  # six layers, three draft blocks
+        assert ops["sparse_attention", "source-2"]["calls"] == 1
+        assert all(op["seconds"] >= 0 and op["floor_seconds"] >= 0 and op["bytes"] > 0 for op in ops.values())
+        assert sum(op["share"] for op in ops.values()) == pytest.approx(1)
+        assert ("draft_attention", "draft") in ops and ops["draft_attention", "draft"]["seconds"] == 0
+
+    def test_the_whole_model_is_the_sum_of_its_terms(self, result):
+        assert result["missing_kinds"] == [] and len(result["whole_model"]) == 3
+        for one in result["whole_model"]:
+            assert one["seconds"] == pytest.approx(sum(term["count"] * term["seconds"] for term in one["terms"]))
+        counts = {term["name"]: term["count"] for term in result["whole_model"][0]["terms"]}
+        assert {kind: counts[kind] for kind in kind_counts(NANO)} == kind_counts(NANO)
+
+    def test_the_engines_own_loop_tells_the_gap_between_steps(self, result):
+        (gap,) = result["gaps"]
+        assert gap["graphs"] > 0 and gap["gap_seconds"] == pytest.approx(gap["step_seconds"] - gap["device_seconds"])
+
+    def test_kernels_are_named(self, result):
+        assert any(kernel["op"] == "sparse_attention" and kernel["symbol"] for kernel in result["kernels"])
+
+    def test_a_step_that_fails_is_told_and_the_others_go_on(self, monkeypatch):
+        class Failing(rank_slice.StepBench):
+            def __init__(self, model, requests, *rest):
+                if requests == 2:
+                    raise RuntimeError("no such size")
+                super().__init__(model, requests, *rest)
+
+        monkeypatch.setattr(rank_slice, "StepBench", Failing)
+        found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((2, 1), 128, (), ()))
+        assert [step.get("error") for step in found["steps"]] == ["RuntimeError: no such size"] * 2 + [None] * 2
+        assert found["whole_model"] == [] and found["missing_kinds"]
+
+
+class TestArithmetic:
+    def result(self):
+        def step(kind, tokens, **parts):
+            timed = {name.replace("_", " "): {"median": seconds} for name, seconds in parts.items()}
+            return {"kind": kind, "requests": 10, "tokens": tokens, "parts": timed}
+
+        layers = {"layer 0 window": 1.0, "layer 1 reuse-1": 2.0, "layer 2 reuse-1": 4.0}
+        steps = [step("decode", 1, head=5.0, draft=7.0), step("verify", 4, head=6.0, draft=7.0)]
+        for one in steps:
+            one["parts"] = {**{name: {"median": seconds} for name, seconds in layers.items()}, **one["parts"]}
+        return {
+            "kinds": ["window", "reuse-1", "reuse-1"], "model_kinds": {"window": 2, "reuse-1": 10}, "model_engram_layers": 0,
+            "experts": 6, "ceilings": {"bandwidth": 100.0}, "steps": steps,
+        }  # fmt: skip
+
+    def test_layers_count_by_kind_and_the_missing_gate_columns_by_their_bytes(self):
+        decode, verify = extrapolate(self.result(), hidden=50, experts=16)
+        gate = 12 * (16 - 6) * 50 * 2 / 100.0
+        assert decode["seconds"] == pytest.approx(2 * 1 + 10 * 3 + 5 + gate)
+        assert decode["tokens_per_second"] == pytest.approx(10 / decode["seconds"])
+        assert verify["seconds"] == pytest.approx(2 * 1 + 10 * 3 + 6 + gate + 7)
+        assert verify["tokens_per_second"] == pytest.approx(10 * 3.25 / verify["seconds"])
+
+    def test_ops_count_as_often_as_their_parts(self):
+        op = {"op": "linear", "role": "wo_b", "calls": 3, "parts": ["layer 0 window", "layer 1 reuse-1", "draft"]}
+        step = {"kind": "verify", "ops": [{**op, "seconds": 3.0, "floor_seconds": 1.5}]}
+        (row,) = whole_model_ops(self.result(), step)
+        assert row["seconds"] == pytest.approx(2 + 5 + 1) and row["floor_seconds"] == pytest.approx(4)
+
+    def test_the_published_curve_is_scaled_point_by_point(self):
+        assert scaled(PUBLISHED_DECODE, 0.5) == [(8, 1300), (256, 13150)]
+
+
+class TestTheCommand:
+    def test_prints_the_arithmetic_and_stores_a_report(self, tmp_path, capsys):
+        report = tmp_path / "slice.json"
+        arguments = [
+            "bench", "rank-slice", "--backend", "cpu", "--model", "nano", "--ranks", "2", "--requests", "1", "--context", "128",
+            "--prefill", "-", "--ops-at", "1", "--gap-steps", "2", "--report", str(report),
+        ]  # fmt: skip
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert "Not measured: exchanges between ranks" in " ".join(shown.split())
+        assert "whole model, decode 1 requests: 1 x" in shown
+        stored = json.loads(report.read_text())
+        assert stored["benchmark"] == "rank-slice" and stored["results"]["slices"][0]["whole_model"]
+
+    def test_a_plot_needs_matplotlib_and_says_so(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(ConfigError, match="needs matplotlib"):
+            slice_plot.plot(tmp_path / "p.png", [])
