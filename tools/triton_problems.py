@@ -21,7 +21,8 @@ H, STREAMS, HEADS, D, ROPE, EXPERTS, TOP_K, INTER = 5120, 4, 64, 512, 64, 384, 6
 INDEX_HEADS, INDEX_D, SELECTED, WINDOW, VOCAB = 32, 128, 512, 128, 129280
 T, R = 64, 16
 
-BF16, F32, U8, I32 = torch.bfloat16, torch.float32, torch.uint8, torch.int32
+BF16, F32, U8, I32, I64 = torch.bfloat16, torch.float32, torch.uint8, torch.int32, torch.int64
+ENGRAM_ROWS, ENGRAM_D, ENGRAM_COLUMNS, COMPRESSED_VOCAB = 384006168, 256, 24, 99092
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,14 @@ def _grouped(name: str, n: int, k: int) -> Problem:
     offsets, out = meta(EXPERTS + 1, dtype=I32), meta(T * TOP_K, n)
     args = (x, x_scale, handle("fp4_row32", EXPERTS, n, k), offsets, out, None)
     return Problem(f"grouped_gemm {name}", "grouped_gemm", args, True, True)
+
+
+def _grouped_linear() -> Problem:
+    groups, k, n = 8, HEADS * D // 8, 1024
+    codes = (meta(T, groups * k, dtype=U8), meta(T, groups * k // 32, dtype=U8))
+    out = (meta(T, groups * n, dtype=U8), meta(T, groups * n // 32, dtype=U8))
+    args = (*codes, handle("fp8_block32", groups, n, k), meta(1, dtype=I32), *out)
+    return Problem("grouped_linear wo_a", "grouped_linear", args, True, True)
 
 
 def _cache(format: str, width: int, block_rows: int) -> torch.Tensor:
@@ -118,7 +127,33 @@ def _residual() -> Iterator[Problem]:
     )
     yield Problem("hyper_connection_pre", "hyper_connection_pre", (*pre_args, 20, count, meta(T, H), pre, pre, comb))
     yield Problem("hyper_connection_post", "hyper_connection_post", (meta(T, H), pre, comb, count, streams))
+    fn, tail = pre_args[1:4], (meta(H), 1e-20, 1e-6, 20, count, streams, meta(T, H), *coded, pre, pre, comb)
+    yield Problem("residual_site", "residual_site", (meta(T, H), pre, comb, *fn, pre, *tail))
+    yield Problem("residual_site first", "residual_site", (None, None, None, *fn, pre, *tail))
     yield Problem("stream_collapse", "stream_collapse", (streams, pre, count, meta(T, H)))
+
+
+def _engram() -> Iterator[Problem]:
+    count, columns = meta(1, dtype=I32), [meta(ENGRAM_COLUMNS, dtype=I64) for _ in range(2)]
+    rows = meta(T, ENGRAM_COLUMNS, dtype=I64)
+    lists = (meta(T, 4, dtype=I32), meta(VOCAB, dtype=I32), meta(4, dtype=I64), *columns)
+    yield Problem("engram_hash", "engram_hash", (*lists, 2, count, rows))
+    table, width = handle("fp8_row32", ENGRAM_ROWS, ENGRAM_D), ENGRAM_COLUMNS * ENGRAM_D
+    codes = (meta(T, width, dtype=U8), meta(T, width // 32, dtype=U8))
+    yield Problem("engram_lookup", "engram_lookup", (rows, table, count, *codes))
+    yield Problem("engram_lookup dense", "engram_lookup", (rows, table, count, meta(T, width), None))
+    weights = (meta(STREAMS, H), meta(STREAMS, H))
+    kv = meta(T, (STREAMS + 1) * H)
+    yield Problem("engram_gate", "engram_gate", (kv, *weights, 1e-20, count, meta(T, STREAMS, H)))
+
+
+def _selection() -> Iterator[Problem]:
+    count, visible = meta(1, dtype=I32), meta(T, dtype=I32)
+    scores, pool = meta(T, 65536, dtype=F32), meta(T, 8 * 2048, dtype=F32)
+    chosen, blocks = meta(T, SELECTED, dtype=I32), meta(T, 2048, dtype=I32)
+    yield Problem("select_topk", "select_topk", (scores, None, 8, count, chosen))
+    yield Problem("select_topk candidates", "select_topk", (pool, blocks, 8, count, chosen))
+    yield Problem("select_candidate_blocks", "select_candidate_blocks", (scores, visible, 8, count, blocks))
 
 
 def _moe() -> Iterator[Problem]:
@@ -152,6 +187,9 @@ def _cache_writes() -> Iterator[Problem]:
         yield Problem(op, op, args)
     args = (meta(T, D), meta(D), 1e-20, positions, table, slots, "fp8_32", count, _cache("fp8_32", D, 0))
     yield Problem("store_draft_kv", "store_draft_kv", args)
+    rows = [meta(T, D, dtype=F32), meta(T, D, dtype=F32), positions, meta(T, dtype=I32), meta(R + 1, dtype=I32)]
+    groups = (meta(R, dtype=I32), meta(T // 2, dtype=I32), 2, meta(64, 7, 2, D, dtype=F32), meta(T // 2, D))
+    yield Problem("compress_kv", "compress_kv", (*rows, *groups))
 
 
 def problems() -> list[Problem]:
@@ -160,6 +198,8 @@ def problems() -> list[Problem]:
     return [
         Problem("embedding_gather", "embedding_gather", embed),
         *_residual(),
+        *_engram(),
+        *_selection(),
         *_moe(),
         *_cache_writes(),
         _gemm("wq_a", 1280, H, "fp8_block32"),
@@ -167,6 +207,7 @@ def problems() -> list[Problem]:
         _gemm("wo_b", H, 8192, "fp8_block32"),
         _gemm("shared gate_up", 2 * INTER, H, "fp8_block32", U8),
         _gemm("router", EXPERTS, H, "bf16", F32, coded=False),
+        _grouped_linear(),
         _grouped("gate_up", 2 * INTER, H),
         _grouped("down", H, INTER),
         _index("whole prefix", None),

@@ -19,9 +19,10 @@ from deepinfer_triton.weights import load_code_tile, load_scale_tile, load_weigh
 
 @triton.jit
 def load_activation_tile(
-    x, x_scale, stride, t, valid, k_start, K: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr
-):
-    """float32 [TOKENS, DEPTH] of rows t, dense or fp8_32; zeros outside."""
+    x, x_scale, stride, t, valid, k_start, K: tl.constexpr, SCALES_ROW: tl.constexpr, TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """float32 [TOKENS, DEPTH] of rows t, dense or fp8_32 with SCALES_ROW scales a row; zeros outside."""
     column = k_start + tl.arange(0, DEPTH)
     inside = valid[:, None] & (column < K)[None, :]
     loaded = tl.load(x + t[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0)
@@ -29,7 +30,7 @@ def load_activation_tile(
         return loaded.to(tl.float32)
     else:
         group = k_start // 32 + tl.arange(0, DEPTH // 32)
-        at = x_scale + t[:, None].to(tl.int64) * (K // 32) + group[None, :]
+        at = x_scale + t[:, None].to(tl.int64) * SCALES_ROW + group[None, :]
         scale = tl.load(at, mask=valid[:, None] & (group < K // 32)[None, :], other=127)
         values = decode_e4m3(loaded)
         return scale_groups(values, decode_ue8m0(scale), TOKENS, DEPTH, 32)
@@ -38,14 +39,14 @@ def load_activation_tile(
 @triton.jit
 def multiply_scaled(
     acc, x, x_scale, stride, t, valid, values, scales, n, k_start,
-    N: tl.constexpr, K: tl.constexpr, DEPTH: tl.constexpr, FORMAT: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, SCALES_ROW: tl.constexpr, DEPTH: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """acc + W x^T over one step of K, codes and scales going to the matrix unit as they are."""
     column = k_start + tl.arange(0, DEPTH)
     inside = valid[:, None] & (column < K)[None, :]
     codes = tl.load(x + t[:, None].to(tl.int64) * stride + column[None, :], mask=inside, other=0)
     group = k_start // 32 + tl.arange(0, DEPTH // 32)
-    at = x_scale + t[:, None].to(tl.int64) * (K // 32) + group[None, :]
+    at = x_scale + t[:, None].to(tl.int64) * SCALES_ROW + group[None, :]
     x_codes = tl.load(at, mask=valid[:, None] & (group < K // 32)[None, :], other=127)
     w = load_code_tile(values, n, k_start, N, K, DEPTH, FORMAT)
     w_codes = load_scale_tile(scales, n, k_start, N, K, DEPTH, FORMAT)
@@ -60,16 +61,22 @@ def multiply_scaled(
 def product_tile(
     x, x_scale, stride, t, valid, values, scales, n,
     N: tl.constexpr, K: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-    FORMAT: tl.constexpr, DOT: tl.constexpr,
+    FORMAT: tl.constexpr, DOT: tl.constexpr, SCALES_ROW: tl.constexpr = None,
 ):  # fmt: skip
-    """float32 [FEATURES, TOKENS]: rows n of a matrix [N, K] times activation rows t."""
+    """float32 [FEATURES, TOKENS]: rows n of a matrix [N, K] times activation rows t.
+
+    SCALES_ROW: scales in a whole row of x, where K columns are only a part of it.
+    """
+    PITCH: tl.constexpr = K // 32 if SCALES_ROW is None else SCALES_ROW
     acc = tl.zeros([FEATURES, TOKENS], tl.float32)
     for k_start in range(0, K, DEPTH):
         if DOT == "scaled":
-            acc = multiply_scaled(acc, x, x_scale, stride, t, valid, values, scales, n, k_start, N, K, DEPTH, FORMAT)
+            acc = multiply_scaled(
+                acc, x, x_scale, stride, t, valid, values, scales, n, k_start, N, K, PITCH, DEPTH, FORMAT
+            )
         else:
             w = load_weight_tile(values, scales, n, k_start, N, K, FEATURES, DEPTH, FORMAT)
-            rows = load_activation_tile(x, x_scale, stride, t, valid, k_start, K, TOKENS, DEPTH)
+            rows = load_activation_tile(x, x_scale, stride, t, valid, k_start, K, PITCH, TOKENS, DEPTH)
             if DOT == "bf16":
                 acc = tl.dot(w.to(tl.bfloat16), tl.trans(rows.to(tl.bfloat16)), acc)
             else:
