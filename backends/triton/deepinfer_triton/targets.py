@@ -12,7 +12,8 @@ class Target:
     dot: how quantised operands meet. "scaled": codes and scales go to the matrix unit as they are; "bf16": they are
     expanded to BF16 first, which is exact; "f32": everything is widened (Triton's interpreter miscomputes BF16
     products). features, tokens, depth: a GEMM tile's weight rows, activation rows and K. keys: keys that an attention
-    step gathers. columns: width of a tile of the row-wise kernels.
+    step gathers. columns: width of a tile of the row-wise kernels; row_columns: up to this width a row is one tile;
+    rope_heads: heads that a program turns.
     """
 
     name: str
@@ -22,6 +23,8 @@ class Target:
     depth: int = 128
     keys: int = 64
     columns: int = 1024
+    row_columns: int = 8192
+    rope_heads: int = 16
     gemm_warps: int = 4
     attention_warps: int = 8
     index_columns: int = 128
@@ -32,7 +35,7 @@ INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256, h
 SM90 = Target("sm90", "bf16", depth=64, keys=16, head_group=16)
 SM100 = Target("sm100", "scaled", keys=32)
 SM103 = replace(SM100, name="sm103")
-ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, index_columns=64)
+ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, row_columns=512, rope_heads=1, index_columns=64)
 
 TARGETS = {target.name: target for target in (INTERPRETER, SM90, SM100, SM103, ASCEND950)}
 

@@ -1,7 +1,8 @@
 """permute: a stable counting sort without a workspace, then a copy of rows.
 
-One program per expert counts what sorts before it, then numbers its own pairs in order; one more program marks the
-pairs without a row. Every program reads all ids: 24 576 of them for 4 096 tokens, which stay in the cache.
+Few pairs take one launch: the program of a pair counts the pairs that sort before it, which is its row, and copies; more
+programs make the offsets. Many pairs take two: one program per expert counts what sorts before it, then numbers its own
+pairs in order, and one more program marks the pairs without a row. Both give the same rows.
 """
 
 from __future__ import annotations
@@ -11,8 +12,62 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.rows import tile_width
 from deepinfer_triton.support import ACTIVATIONS, offer, serves
 from deepinfer_triton.targets import Target
+
+FEW_PAIRS = 2048
+"""Up to so many pairs every pair looks at all others."""
+
+
+@triton.jit
+def place_pair(ids, pair, pairs, E: tl.constexpr, MANY: tl.constexpr):
+    """The row of a pair, or -1 if its id is no expert."""
+    mine = tl.load(ids + pair)
+    other = tl.arange(0, MANY)
+    chosen = tl.load(ids + other, mask=other < pairs, other=-1)
+    earlier = (chosen < mine) | ((chosen == mine) & (other < pair))
+    row = tl.sum(((chosen >= 0) & earlier).to(tl.int32), axis=0)
+    return tl.where((mine >= 0) & (mine < E), row, -1)
+
+
+@triton.jit
+def store_offsets(ids, first, pairs, offsets, E: tl.constexpr, MANY: tl.constexpr, STEP: tl.constexpr):
+    """Offsets of 16 experts: how many pairs have a lower expert."""
+    expert = first + tl.arange(0, 16)
+    before = tl.zeros([16], tl.int32)
+    for start in range(0, MANY, STEP):
+        other = start + tl.arange(0, STEP)
+        chosen = tl.load(ids + other, mask=other < pairs, other=-1)
+        lower = (chosen >= 0)[None, :] & (chosen[None, :] < expert[:, None])
+        before += tl.sum(lower.to(tl.int32), axis=1)
+    tl.store(offsets + expert, before, mask=expert <= E)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_kernel(
+    ids, x, x_stride, x_scale, count, rows, out, out_scale, offsets, source, inverse,
+    E: tl.constexpr, K: tl.constexpr, MANY: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    pairs = valid_rows(count, rows) * K
+    pair = tl.program_id(0)
+    if pair < rows * K:
+        if pair < pairs:
+            row = place_pair(ids, pair, pairs, E, MANY)
+            token = (pair // K).to(tl.int64)
+            tl.store(inverse + pair, row)
+            tl.store(source + row, pair, mask=row >= 0)
+            to = row.to(tl.int64)
+            for start in range(0, WIDTH, TILE):
+                column = start + tl.arange(0, TILE)
+                value = tl.load(x + token * x_stride + column, mask=column < WIDTH)
+                tl.store(out + to * WIDTH + column, value, mask=(column < WIDTH) & (row >= 0))
+                if x_scale is not None:
+                    group = start // 32 + tl.arange(0, TILE // 32)
+                    scale = tl.load(x_scale + token * (WIDTH // 32) + group, mask=group < WIDTH // 32)
+                    tl.store(out_scale + to * (WIDTH // 32) + group, scale, mask=(group < WIDTH // 32) & (row >= 0))
+    else:
+        store_offsets(ids, (pair - rows * K) * 16, pairs, offsets, E, MANY, STEP)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -62,7 +117,15 @@ def copy_kernel(
 def permute(target: Target, x, x_scale, ids, experts, count, out, out_scale, offsets, source, inverse) -> None:
     rows, k = ids.shape
     width = x.shape[1]
-    tile = min(target.columns, max(32, triton.next_power_of_2(width)))
+    if rows * k <= FEW_PAIRS:
+        many = max(16, triton.next_power_of_2(rows * k))
+        launch(
+            few_kernel, (rows * k + experts // 16 + 1,), ids, x, x.stride(0), x_scale, count, rows, out, out_scale, offsets,
+            source, inverse, E=experts, K=k, MANY=many, STEP=min(256, many), WIDTH=width,
+            TILE=min(target.row_columns, tile_width(width)),
+        )  # fmt: skip
+        return
+    tile = min(target.columns, tile_width(width))
     launch(sort_kernel, (experts + 1,), ids, count, rows, offsets, source, inverse, E=experts, K=k, TILE=target.columns)
     launch(
         copy_kernel, (rows * k, triton.cdiv(width, tile)), x, x.stride(0), x_scale, count, rows, inverse, out,

@@ -1,4 +1,4 @@
-"""quantise: one program per row, in tiles of whole groups."""
+"""quantise: one program per row and tile of whole groups. Programs that set a row's flag all store the same byte."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def quantise_kernel(
     t = tl.program_id(0)
     GROUPS: tl.constexpr = TILE // GROUP
     if t < valid_rows(count, rows):
-        row, bad = t.to(tl.int64), 0
-        for start in range(0, N, TILE):
-            at = start + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            value = tl.load(x + row * x_stride + at, mask=at < N, other=0.0).to(tl.float32)
-            code, scale = quantise_groups(value, FORMAT)
-            group = start // GROUP + tl.arange(0, GROUPS)
-            inside = group < N // GROUP
-            tl.store(scales + row * (N // GROUP) + group, scale.to(tl.uint8), mask=inside)
-            if FORMAT == "fp8_32":
-                tl.store(codes + row * N + at, code.to(tl.uint8), mask=at < N)
-            else:
-                byte = start // 2 + tl.arange(0, GROUPS)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-                packed = pack(code, GROUPS, GROUP).to(tl.uint8)
-                tl.store(codes + row * (N // 2) + byte, packed, mask=byte < N // 2)
-            broken = (scale == (127 if FORMAT == "fp4_16" else 255)) & inside
-            bad = tl.maximum(bad, tl.max(broken.to(tl.int32), axis=0))
+        row, start = t.to(tl.int64), tl.program_id(1) * TILE
+        at = start + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        value = tl.load(x + row * x_stride + at, mask=at < N, other=0.0).to(tl.float32)
+        code, scale = quantise_groups(value, FORMAT)
+        group = start // GROUP + tl.arange(0, GROUPS)
+        inside = group < N // GROUP
+        tl.store(scales + row * (N // GROUP) + group, scale.to(tl.uint8), mask=inside)
+        if FORMAT == "fp8_32":
+            tl.store(codes + row * N + at, code.to(tl.uint8), mask=at < N)
+        else:
+            byte = start // 2 + tl.arange(0, GROUPS)[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+            packed = pack(code, GROUPS, GROUP).to(tl.uint8)
+            tl.store(codes + row * (N // 2) + byte, packed, mask=byte < N // 2)
         if flags is not None:
-            tl.store(flags + t, (tl.load(flags + t).to(tl.int32) | bad).to(tl.uint8))
+            broken = (scale == (127 if FORMAT == "fp4_16" else 255)) & inside
+            bad = tl.max(broken.to(tl.int32), axis=0)
+            tl.store(flags + t, (tl.load(flags + t).to(tl.int32) | 1).to(tl.uint8), mask=bad > 0)
 
 
 def quantise(target: Target, x, format, count, codes, scales, flags=None) -> None:
     rows, width = x.shape
+    tile = min(target.columns, tile_width(width))
     launch(
-        quantise_kernel, (rows,), x, x.stride(0), count, rows, codes, scales, flags,
-        N=width, TILE=min(target.columns, tile_width(width)), GROUP=GROUP_SIZE[format], FORMAT=format,
+        quantise_kernel, (rows, triton.cdiv(width, tile)), x, x.stride(0), count, rows, codes, scales, flags,
+        N=width, TILE=tile, GROUP=GROUP_SIZE[format], FORMAT=format,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""rope: one program per token and head; the last r dims are read once as pairs and written in place."""
+"""rope: one program per token and a few heads; the last r dims are read once as pairs and written in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepinfer_triton.targets import Target
 
 @triton.jit
 def rotate(pairs, cos, sin, INVERSE: tl.constexpr):
-    """float32 pairs [N, 2] turned by the angles of cos, sin [N], or by the negative angles."""
+    """float32 pairs [heads, N, 2] turned by the angles of cos, sin [1, N], or by the negative angles."""
     even, odd = tl.split(pairs)
     if INVERSE:
         return tl.join(even * cos + odd * sin, odd * cos - even * sin)
@@ -21,32 +21,35 @@ def rotate(pairs, cos, sin, INVERSE: tl.constexpr):
         return tl.join(even * cos - odd * sin, even * sin + odd * cos)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "heads"])
 def rope_kernel(
-    positions, table, count, rows, x, token_stride, head_stride, first, R: tl.constexpr, TILE: tl.constexpr,
-    INVERSE: tl.constexpr,
+    positions, table, count, rows, heads, x, token_stride, head_stride, first, R: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    t, h = tl.program_id(0), tl.program_id(1)
+    t = tl.program_id(0)
     if t < valid_rows(count, rows):
         position = tl.load(positions + t)
         if position >= 0:
             pair = tl.arange(0, TILE // 2)
             angles = table + position.to(tl.int64) * R + pair
-            cos = tl.load(angles, mask=pair < R // 2, other=0.0)
-            sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
-            column = tl.arange(0, TILE)
-            at = x + t.to(tl.int64) * token_stride + h.to(tl.int64) * head_stride + first + column
-            values = tl.load(at, mask=column < R, other=0.0).to(tl.float32)
-            turned = rotate(tl.reshape(values, (TILE // 2, 2)), cos, sin, INVERSE)
-            tl.store(at, narrow(tl.reshape(turned, (TILE,)), x.dtype.element_ty), mask=column < R)
+            cos = tl.load(angles, mask=pair < R // 2, other=0.0)[None, :]
+            sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)[None, :]
+            head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, TILE)
+            at = x + t.to(tl.int64) * token_stride + head[:, None].to(tl.int64) * head_stride + first + column[None, :]
+            inside = (head < heads)[:, None] & (column < R)[None, :]
+            values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            turned = rotate(tl.reshape(values, (HEADS, TILE // 2, 2)), cos, sin, INVERSE)
+            tl.store(at, narrow(tl.reshape(turned, (HEADS, TILE)), x.dtype.element_ty), mask=inside)
 
 
 def rope(target: Target, positions, table, inverse, count, x) -> None:
     rows, heads, width = x.shape
     turned = table.shape[1]
+    together = min(target.rope_heads, triton.next_power_of_2(heads)) if heads else 1
     launch(
-        rope_kernel, (rows, heads), positions, table, count, rows, x, x.stride(0), x.stride(1), width - turned,
-        R=turned, TILE=triton.next_power_of_2(turned), INVERSE=bool(inverse), warps=1,
+        rope_kernel, (rows, triton.cdiv(heads, together)), positions, table, count, rows, heads, x, x.stride(0),
+        x.stride(1), width - turned,
+        R=turned, TILE=triton.next_power_of_2(turned), HEADS=together, INVERSE=bool(inverse), warps=4 if together > 4 else 1,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """route_topk: one program per token picks its experts one after the other; counts are integer atomics, so they are
 exact.
 
-softplus(x) = max(x, 0) + log1p(exp(-|x|)), with log1p by its own series: a fast logarithm would lose the small scores.
+An expert's rank is one int64 that orders by score and then by lower id (NaN first, -inf last, nobody twice), so that a
+pick is a single maximum. softplus(x) = max(x, 0) + log1p(exp(-|x|)), with log1p by its own series: a fast logarithm would lose the small scores.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import triton
 import triton.language as tl
 
 from deepinfer_triton.launch import launch
-from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.numeric import MAGNITUDE, as_bits, valid_rows
 from deepinfer_triton.support import offer, serves
 from deepinfer_triton.targets import Target
+
+TAKEN = tl.constexpr(-(2**62))
+"""Below the rank of every expert that may still be taken."""
 
 
 @triton.jit
@@ -45,23 +49,25 @@ def route_topk_kernel(
         expert = tl.arange(0, TILE)
         inside = expert < E
         score = root_softplus(tl.load(logits + t.to(tl.int64) * E + expert, mask=inside, other=0.0))
-        ranked = tl.where(inside, score + tl.load(bias + expert, mask=inside, other=0.0), float("-inf"))
+        value = score + tl.load(bias + expert, mask=inside, other=0.0)
+        bits = as_bits(tl.where(value == 0, 0.0, value))
+        key = tl.where(value == value, bits ^ ((bits >> 31) & MAGNITUDE), MAGNITUDE).to(tl.int64)
+        rank = tl.where(inside, key * TILE + (TILE - 1 - expert), TAKEN)
         place = tl.arange(0, KP)
-        picked = tl.zeros([KP], tl.float32)
-        total = 0.0
+        chosen = tl.zeros([KP], tl.int32)
         for j in tl.static_range(K):
-            best = tl.max(ranked, axis=0)
-            chosen = tl.min(tl.where(ranked == best, expert, TILE), axis=0)  # the lowest id of the best
-            value = tl.sum(tl.where(expert == chosen, score, 0.0), axis=0)
-            ranked = tl.where(expert == chosen, float("-inf"), ranked)
-            picked = tl.where(place == j, value, picked)
-            total += value
-            physical = chosen
-            if expert_map is not None:
-                physical = tl.load(expert_map + chosen)
-            tl.store(ids + t * K + j, physical)
-            tl.atomic_add(counts + tl.maximum(physical, 0), 1, mask=physical >= 0)
-        tl.store(weights + t * K + place, picked / (total + 1e-20) * scaling, mask=place < K)
+            best = tl.max(rank, axis=0)
+            rank = tl.where(rank == best, TAKEN, rank)
+            chosen = tl.where(place == j, TILE - 1 - (best & (TILE - 1)).to(tl.int32), chosen)
+        wanted = place < K
+        picked = root_softplus(tl.load(logits + t.to(tl.int64) * E + chosen, mask=wanted, other=0.0))
+        total = tl.sum(tl.where(wanted, picked, 0.0), axis=0)
+        tl.store(weights + t * K + place, picked / (total + 1e-20) * scaling, mask=wanted)
+        physical = chosen
+        if expert_map is not None:
+            physical = tl.load(expert_map + chosen, mask=wanted, other=-1)
+        tl.store(ids + t * K + place, physical, mask=wanted)
+        tl.atomic_add(counts + tl.maximum(physical, 0), 1, mask=wanted & (physical >= 0))
 
 
 def route_topk(target: Target, logits, bias, k, scaling, expert_map, count, ids, weights, counts) -> None:
