@@ -31,6 +31,9 @@ ROW_CASES = {
     "linear": dict(T=33, K=256, N=512, x="u8", w="fp8_block32", out="u8"),
     "unpermute": dict(T=33, H=64, k=2, dtype="f32", shared=False, holes=True),
     "hyper_connection_pre": dict(T=9, m=4, H=64, dtype="f32"),
+    "residual_site": dict(T=18, m=4, H=128, dtype="bf16", codes=True),
+    "grouped_linear": dict(T=18, G=2, K=64, N=16, x="u8", w="fp8_block32", out="u8"),
+    "engram_gate": dict(T=3, m=4, H=64, dtype="f32"),
 }
 
 
@@ -40,7 +43,10 @@ def is_large(case: Case) -> bool:
     rows = p.get("T", p.get("M", p.get("rows", 0)))
     return (
         p.get("N", 0) * p.get("K", 0) > 150_000
-        or (case.op in ("load_kv", "write_kv", "store_window_kv", "hyper_connection_pre") and rows == 33)
+        or (case.op in ("load_kv", "write_kv", "store_window_kv") and rows == 33)
+        or (case.op in ("select_topk", "select_candidate_blocks") and rows * p["columns"] > 3000)
+        or (case.op in ("hyper_connection_pre", "residual_site") and (rows == 33 or p["H"] == 5120))
+        or (case.op == "grouped_linear" and p["K"] * p["G"] > 2048)
         or (case.op in ("permute", "route_topk") and p["E"] == 384)
         or (case.op == "grouped_gemm" and rows > 60)
         or (case.op == "sparse_attention" and p["heads"] * p["k"] > 1024)

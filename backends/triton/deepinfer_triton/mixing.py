@@ -17,6 +17,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, quantise_groups, valid_rows
+from deepinfer_triton.ops.stream_collapse import collapse
 from deepinfer_triton.rows import tile_width
 from deepinfer_triton.targets import Target
 
@@ -105,16 +106,6 @@ def sinkhorn(logits, inside, eps, ITERATIONS: tl.constexpr):
     return k
 
 
-@triton.jit
-def collapsed(streams, pre, t, column, inside, dtype: tl.constexpr, M: tl.constexpr, H: tl.constexpr):
-    """float32 sum over j of pre[t, j] * streams[t, j, column], from stream 0 up, as rounded to dtype."""
-    total = tl.load(pre + t * M) * tl.load(streams + t * (M * H) + column, mask=inside, other=0.0).to(tl.float32)
-    for j in tl.static_range(1, M):
-        stream = tl.load(streams + t * (M * H) + j * H + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(pre + t * M + j) * stream
-    return narrow(total, dtype).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def finish_kernel(
     streams, base, scale, pre_prev, norm_weight, rms_eps, hc_eps, count, rows, shares, share_pitch,
@@ -126,7 +117,7 @@ def finish_kernel(
     if t < valid_rows(count, rows):
         column = tl.arange(0, TILE)
         inside = column < H
-        value = collapsed(streams, pre_prev, t, column, inside, out.dtype.element_ty, M, H)
+        value = narrow(collapse(streams, pre_prev, t, column, inside, M, H), out.dtype.element_ty).to(tl.float32)
         mine = shares.to(tl.pointer_type(tl.float32)) + t * share_pitch
         site, cell = tl.arange(0, MP), tl.arange(0, MP * MP)
         site_valid, cell_valid = site < M, (cell // MP < M) & (cell % MP < M)

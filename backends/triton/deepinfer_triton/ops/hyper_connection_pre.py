@@ -26,7 +26,10 @@ def residual_site(
     )  # fmt: skip
 
 
+TARGETS = ("interpreter", "sm90", "sm100", "sm103")
+"""The front half of Ascend's compiler takes no output row as room for float32 sums."""
+
 MAKERS = [
-    offer("hyper_connection_pre", hyper_connection_pre, supports=serves(streams=DENSE, out=DENSE)),
-    offer("residual_site", residual_site, supports=serves(streams=DENSE)),
+    offer("hyper_connection_pre", hyper_connection_pre, supports=serves(streams=DENSE, out=DENSE), targets=TARGETS),
+    offer("residual_site", residual_site, supports=serves(streams=DENSE), targets=TARGETS),
 ]

@@ -13,7 +13,7 @@ from deepinfer_triton.targets import Target
 
 @triton.jit
 def rotate(pairs, cos, sin, INVERSE: tl.constexpr):
-    """float32 pairs [heads, N, 2] turned by the angles of cos, sin [1, N], or by the negative angles."""
+    """float32 pairs [..., N, 2] turned by the angles of cos, sin [..., N], or by the negative angles."""
     even, odd = tl.split(pairs)
     if INVERSE:
         return tl.join(even * cos + odd * sin, odd * cos - even * sin)
@@ -32,14 +32,20 @@ def rope_kernel(
         if position >= 0:
             pair = tl.arange(0, TILE // 2)
             angles = table + position.to(tl.int64) * R + pair
-            cos = tl.load(angles, mask=pair < R // 2, other=0.0)[None, :]
-            sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)[None, :]
-            head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, TILE)
-            at = x + t.to(tl.int64) * token_stride + head[:, None].to(tl.int64) * head_stride + first + column[None, :]
-            inside = (head < heads)[:, None] & (column < R)[None, :]
-            values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            turned = rotate(tl.reshape(values, (HEADS, TILE // 2, 2)), cos, sin, INVERSE)
-            tl.store(at, narrow(tl.reshape(turned, (HEADS, TILE)), x.dtype.element_ty), mask=inside)
+            cos = tl.load(angles, mask=pair < R // 2, other=0.0)
+            sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
+            column, row = tl.arange(0, TILE), x + t.to(tl.int64) * token_stride + first
+            if HEADS == 1:  # a tile of one dimension, which every compiler takes
+                at, inside = row + tl.program_id(1).to(tl.int64) * head_stride + column, column < R
+                values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+                turned = tl.reshape(rotate(tl.reshape(values, (TILE // 2, 2)), cos, sin, INVERSE), (TILE,))
+            else:
+                head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+                at = row + head[:, None].to(tl.int64) * head_stride + column[None, :]
+                inside = (head < heads)[:, None] & (column < R)[None, :]
+                values = tl.reshape(tl.load(at, mask=inside, other=0.0).to(tl.float32), (HEADS, TILE // 2, 2))
+                turned = tl.reshape(rotate(values, cos[None, :], sin[None, :], INVERSE), (HEADS, TILE))
+            tl.store(at, narrow(turned, x.dtype.element_ty), mask=inside)
 
 
 def rope(target: Target, positions, table, inverse, count, x) -> None:

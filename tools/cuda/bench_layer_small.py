@@ -1,0 +1,264 @@
+"""Times what a layer of V4.1-Flash runs outside attention, GEMM, index and experts, on one GPU.
+
+    python tools/cuda/bench_layer_small.py                         64 decode rows, every kernel that the backend offers
+    python tools/cuda/bench_layer_small.py --rows 256 --report reports/h200/layer_small.json
+    python tools/cuda/bench_layer_small.py --provider triton rope_heads=8      Triton alone, with a changed target
+
+The ops are those of a decode layer that takes its selection from an earlier one (deepinfer/model/layers.py, attention.py and
+the composites' default parts), in their order, with the GEMMs, the attention and the expert products left out. One CUDA graph
+holds all of them over several layers, whose buffers together exceed the last-level cache: `layer_us` is its time by layers.
+Each op's own time comes from a graph of that op alone over the same buffers, in each layer. Both are read twice:
+
+    cold    every layer has buffers of its own, as if all activations came from memory
+    warm    layers share their activations and have weights of their own, as a step runs them
+
+Outputs are checked against the cards' float64 references before anything is timed. floor_us is the larger of what one launch
+costs inside a graph and the card's bytes over the copy rate, both measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", ".", "hal", "backends/cuda", "backends/triton")]
+
+import torch  # noqa: E402
+from deepinfer_hal.card import get_card  # noqa: E402
+from deepinfer_hal.kernel import CallSpec, Yes  # noqa: E402
+from deepinfer_hal.ops._common import float64_reference  # noqa: E402
+from deepinfer_hal.row_layout import block_bytes  # noqa: E402
+from report import store  # noqa: E402
+
+H, STREAMS, HEADS, D, ROPE, LORA, EXPERTS, TOP_K, INTER = 5120, 4, 64, 512, 64, 1280, 384, 6, 2304
+RING, POSITIONS, EPS = 134, 65536, 1e-20
+BF16, F32, U8, I32 = torch.bfloat16, torch.float32, torch.uint8, torch.int32
+CODE_SHARE = 0.01
+
+
+def weights(gen: torch.Generator, device: str) -> SimpleNamespace:
+    """What a layer has of its own: norms and the two sites' projections."""
+    mixes = (2 + STREAMS) * STREAMS
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=gen, device=device) * scale
+
+    def site() -> tuple[torch.Tensor, ...]:
+        return normal(mixes, STREAMS * H, scale=(STREAMS * H) ** -0.5), normal(mixes), 1 + normal(3, scale=0.2)
+
+    norms = [(1 + normal(width, scale=0.1)).to(BF16) for width in (H, H, LORA, D)]
+    return SimpleNamespace(sites=(site(), site()), norms=norms, bias=normal(EXPERTS, scale=0.1))
+
+
+def activations(rows: int, gen: torch.Generator, device: str) -> SimpleNamespace:
+    """Everything that the ops read and write between the GEMMs, with random values where a GEMM would write."""
+
+    def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.randn(shape, generator=gen, device=device).to(dtype)
+
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def coded(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return empty(height, width, dtype=U8), empty(height, width // 32, dtype=U8)
+
+    pairs = rows * TOP_K
+    ring = torch.arange(rows, device=device) * RING
+    positions = torch.randint(0, POSITIONS, (rows,), generator=gen, device=device)
+    angle = torch.rand(POSITIONS, ROPE // 2, generator=gen, device=device) * 6.28
+    return SimpleNamespace(
+        streams=normal(rows, STREAMS, H), y=normal(rows, H), x=empty(rows, H), x_q=coded(rows, H),
+        pre_a=torch.rand(rows, STREAMS, generator=gen, device=device), pre_b=empty(rows, STREAMS, dtype=F32),
+        post=torch.rand(rows, STREAMS, generator=gen, device=device),
+        comb=torch.softmax(normal(rows, STREAMS, STREAMS, dtype=F32), -1),
+        joined=normal(rows, LORA + D), latent_q=coded(rows, LORA), q=normal(rows, HEADS, D), o=normal(rows, HEADS, D),
+        o_q=coded(rows, HEADS * D), positions=positions.to(I32), table=torch.cat((angle.cos(), angle.sin()), 1),
+        slots=(ring + positions % RING).to(I32), window=empty(rows * RING, block_bytes("fp8_32", D, 0), dtype=U8),
+        logits=normal(rows, EXPERTS, dtype=F32), ids=empty(rows, TOP_K, dtype=I32), weights=empty(rows, TOP_K, dtype=F32),
+        counts=empty(EXPERTS, dtype=I32), sorted_q=coded(pairs, H), offsets=empty(EXPERTS + 1, dtype=I32),
+        source=empty(pairs, dtype=I32), inverse=empty(rows, TOP_K, dtype=I32), gate_up=normal(pairs, 2 * INTER),
+        active=coded(pairs, INTER), expert_out=normal(pairs, H), shared_gate_up=normal(rows, 2 * INTER),
+        shared_active=coded(rows, INTER), shared_out=normal(rows, H),
+    )  # fmt: skip
+
+
+def calls(w: SimpleNamespace, a: SimpleNamespace) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """(name, op, arguments) of a layer's small ops in order."""
+
+    def site(index: int, pre: torch.Tensor, after: torch.Tensor) -> tuple[Any, ...]:
+        return (a.y, a.post, a.comb, *w.sites[index], pre, w.norms[index], EPS, 1e-6, 20, None, a.streams, a.x, *a.x_q, after,
+                a.post, a.comb)  # fmt: skip
+
+    rows = a.y.shape[0]
+    yield "attention site", "residual_site", site(0, a.pre_a, a.pre_b)
+    yield "query norm", "rms_norm", (a.joined[:, :LORA], w.norms[2], EPS, None, None, *a.latent_q)
+    yield "query rope", "rope", (a.positions, a.table, False, None, a.q)
+    yield "window row", "write_kv", (a.joined[:, LORA:], w.norms[3], EPS, a.positions, a.table, a.slots, "fp8_32", 0, None,
+                                     a.window, None)  # fmt: skip
+    yield "output rope", "rope", (a.positions, a.table, True, None, a.o)
+    yield "output codes", "quantise", (a.o.view(rows, -1), "fp8_32", None, *a.o_q, None)
+    yield "expert site", "residual_site", site(1, a.pre_b, a.pre_a)
+    yield "router", "route_topk", (a.logits, w.bias, TOP_K, 1.5, None, None, a.ids, a.weights, a.counts)
+    yield "permute", "permute", (*a.x_q, a.ids, EXPERTS, None, *a.sorted_q, a.offsets, a.source, a.inverse)
+    routed = (a.gate_up, a.weights.view(-1), a.source, 10.0, a.offsets[EXPERTS:], *a.active)
+    yield "experts' SwiGLU", "swiglu_quantise", routed
+    yield "shared SwiGLU", "swiglu_quantise", (a.shared_gate_up, None, None, 10.0, None, *a.shared_active)
+    yield "unpermute", "unpermute", (a.expert_out, a.inverse, a.shared_out, None, a.y)
+
+
+def offered(provider: str | None, changes: dict[str, int]) -> dict[str, Any]:
+    """Op to the kernel of the highest priority that the backend offers, of one provider if asked."""
+    from deepinfer_cuda import gpu
+    from deepinfer_cuda.kernels import kernels_of
+    from deepinfer_triton.provider import triton_kernels
+    from deepinfer_triton.targets import cuda_target
+
+    found = gpu.gpu_of(0)
+    if changes:
+        made = triton_kernels(dataclasses.replace(cuda_target(*found.capability), **changes))
+    else:
+        made = kernels_of(found)
+    chosen: dict[str, Any] = {}
+    for kernel in sorted(made, key=lambda kernel: kernel.priority):
+        statics = {"x": "bf16", "streams": "bf16", "format": "fp8_32"}
+        if provider in (None, kernel.provider) and isinstance(kernel.supports(CallSpec(kernel.op, statics)), Yes):
+            chosen[kernel.op] = kernel
+    return chosen
+
+
+def check(name: str, op: str, fn: Callable[..., None], args: tuple[Any, ...]) -> str:
+    """Runs the op on copies and compares with its card's float64 reference; the empty string, or what is wrong."""
+    card = get_card(op)
+    storages: dict[int, torch.Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = value.untyped_storage().data_ptr()
+        if key not in storages:
+            whole = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+            storages[key] = whole.clone()
+        return storages[key].as_strided(value.shape, value.stride(), value.storage_offset())
+
+    got = tuple(copy(value) for value in args)
+    storages.clear()
+    want = tuple(copy(value) for value in args)
+    named = card.bind_args(args, {})
+    with float64_reference():
+        card.reference(*want)
+    fn(*got)
+    torch.cuda.synchronize()
+    for (arg, expected), result in zip(card.bind_args(want, {}).items(), got, strict=True):
+        if arg not in card.outputs() or expected is None:
+            continue
+        if expected.is_floating_point():
+            allowed = card.tolerance(named, arg)
+            error = (result.double() - expected.double()).abs() - allowed.atol - allowed.rtol * expected.double().abs()
+            if not bool((error <= 0).all()):
+                return f"{name}: {arg} is off by {float((result.double() - expected.double()).abs().max()):.3g}"
+        elif (share := float((result != expected).double().mean())) > (CODE_SHARE if expected.dtype == U8 else 0):
+            return f"{name}: {share:.2%} of {arg} differ"
+    return ""
+
+
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """`run` as a graph, after two runs that compile."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def microseconds(run: Callable[[], None], samples: int) -> float:
+    """Median time of a replay of `run`'s graph."""
+    graph = captured(run)
+    times = []
+    for sample in range(samples + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if sample >= 3:
+            times.append(start.elapsed_time(end) / 2 * 1e3)
+    return statistics.median(times)
+
+
+def ceilings(samples: int) -> tuple[float, float]:
+    """(microseconds of a launch inside a graph, bytes per second of an addition kernel over 1 GiB)."""
+    small, large = torch.zeros(32, device="cuda"), torch.ones(1 << 27, device="cuda")
+    launches = 256
+    launch = microseconds(lambda: [small.add_(1) for _ in range(launches)] and None, samples) / launches
+    rate = 2 * large.nbytes / (microseconds(lambda: large.add_(1) and None, samples) * 1e-6)
+    return launch, rate
+
+
+def measure(rows: int, layers: int, samples: int, kernels: dict[str, Any]) -> dict[str, Any]:
+    """The whole result, as plain values."""
+    gen = torch.Generator("cuda").manual_seed(11)
+    own = [weights(gen, "cuda") for _ in range(layers)]
+    cold = [activations(rows, gen, "cuda") for _ in range(layers)]
+    modes = {"cold": list(zip(own, cold, strict=True)), "warm": [(w, cold[0]) for w in own]}
+    launch_us, rate = ceilings(samples)
+    ops, wrong = [], []
+    plans = {mode: [list(calls(w, a)) for w, a in pairs] for mode, pairs in modes.items()}
+    for index, (name, op, args) in enumerate(plans["cold"][0]):
+        if fault := check(name, op, kernels[op].fn, args):
+            wrong.append(fault)
+        kernels[op].fn(*args)  # what follows reads it
+        nbytes = get_card(op).cost(get_card(op).bind_args(args, {})).bytes
+        row = {"name": name, "op": op, "symbol": kernels[op].symbol, "bytes": nbytes}
+        row["floor_us"] = max(launch_us, nbytes / rate * 1e6)
+        for mode, plan in plans.items():
+            own_calls = [layer[index][2] for layer in plan]
+            fn = kernels[op].fn
+            row[f"{mode}_us"] = microseconds(lambda own_calls=own_calls, fn=fn: [fn(*a) for a in own_calls] and None, samples) / layers
+        ops.append(row)
+    result = {"rows": rows, "layers": layers, "launch_us": launch_us, "copy_bytes_per_second": rate, "wrong": wrong}
+    for mode, plan in plans.items():
+        sequence = [(kernels[op].fn, args) for _, op, args in itertools.chain(*plan)]
+        result[f"{mode}_layer_us"] = microseconds(lambda s=sequence: [fn(*args) for fn, args in s] and None, samples) / layers
+        result[f"{mode}_ops_us"] = sum(row[f"{mode}_us"] for row in ops)
+    floor = sum(row["floor_us"] for row in ops)
+    return {"gpu": torch.cuda.get_device_name(), **result, "floor_us": floor, "ops": ops}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64, help="decode rows")
+    parser.add_argument("--layers", type=int, default=8, help="layers that a graph holds")
+    parser.add_argument("--samples", type=int, default=30, help="of which the median is taken")
+    parser.add_argument("--provider", help="kernels of this provider alone")
+    parser.add_argument("--report", type=Path, help="where to store the JSON")
+    parser.add_argument("changes", nargs="*", help="field=value of the Triton target (Triton kernels alone)")
+    options = parser.parse_args(arguments)
+    changes = {name: int(value) for name, value in (one.split("=") for one in options.changes)}
+    result = measure(options.rows, options.layers, options.samples, offered(options.provider, changes))
+    for row in result["ops"]:
+        print("{name:16s} cold {cold_us:6.2f}  warm {warm_us:6.2f}  floor {floor_us:5.2f} us  {symbol}".format(**row))
+    print("a layer: cold {cold_layer_us:.2f}, warm {warm_layer_us:.2f}, sums of ops {cold_ops_us:.2f} and {warm_ops_us:.2f}, floor "
+          "{floor_us:.2f} us; a launch {launch_us:.2f} us".format(**result))  # fmt: skip
+    print("\n".join(result["wrong"]) or "all outputs agree with their cards")
+    if options.report:
+        store(options.report, shlex.join(["python", "tools/cuda/bench_layer_small.py", *arguments]), result)
+    return 1 if result["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
