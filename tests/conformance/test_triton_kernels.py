@@ -46,6 +46,7 @@ def is_large(case: Case) -> bool:
         or (case.op in ("load_kv", "write_kv", "store_window_kv") and rows == 33)
         or (case.op in ("select_topk", "select_candidate_blocks") and rows * p["columns"] > 3000)
         or (case.op in ("hyper_connection_pre", "residual_site") and (rows == 33 or p["H"] == 5120))
+        or (case.op in ("engram_gate", "engram_lookup") and rows == 33)
         or (case.op == "grouped_linear" and p["K"] * p["G"] > 2048)
         or (case.op in ("permute", "route_topk") and p["E"] == 384)
         or (case.op == "grouped_gemm" and rows > 60)

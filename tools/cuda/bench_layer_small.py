@@ -170,7 +170,7 @@ def check(name: str, op: str, fn: Callable[..., None], args: tuple[Any, ...]) ->
     return ""
 
 
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """`run` as a graph, after two runs that compile."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -184,7 +184,7 @@ def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds(run: Callable[[], None], samples: int) -> float:
+def microseconds(run: Callable[[], Any], samples: int) -> float:
     """Median time of a replay of `run`'s graph."""
     graph = captured(run)
     times = []
@@ -204,9 +204,24 @@ def ceilings(samples: int) -> tuple[float, float]:
     """(microseconds of a launch inside a graph, bytes per second of an addition kernel over 1 GiB)."""
     small, large = torch.zeros(32, device="cuda"), torch.ones(1 << 27, device="cuda")
     launches = 256
-    launch = microseconds(lambda: [small.add_(1) for _ in range(launches)] and None, samples) / launches
-    rate = 2 * large.nbytes / (microseconds(lambda: large.add_(1) and None, samples) * 1e-6)
+
+    def add_often() -> None:
+        for _ in range(launches):
+            small.add_(1)
+
+    launch = microseconds(add_often, samples) / launches
+    rate = 2 * large.nbytes / (microseconds(lambda: large.add_(1), samples) * 1e-6)
     return launch, rate
+
+
+def sequence(kernels: dict[str, Any], plan: list[tuple[str, str, tuple[Any, ...]]]) -> Callable[[], None]:
+    """What runs the calls of a plan in order."""
+
+    def run() -> None:
+        for _, op, args in plan:
+            kernels[op].fn(*args)
+
+    return run
 
 
 def measure(rows: int, layers: int, samples: int, kernels: dict[str, Any]) -> dict[str, Any]:
@@ -226,14 +241,11 @@ def measure(rows: int, layers: int, samples: int, kernels: dict[str, Any]) -> di
         row = {"name": name, "op": op, "symbol": kernels[op].symbol, "bytes": nbytes}
         row["floor_us"] = max(launch_us, nbytes / rate * 1e6)
         for mode, plan in plans.items():
-            own_calls = [layer[index][2] for layer in plan]
-            fn = kernels[op].fn
-            row[f"{mode}_us"] = microseconds(lambda own_calls=own_calls, fn=fn: [fn(*a) for a in own_calls] and None, samples) / layers
+            row[f"{mode}_us"] = microseconds(sequence(kernels, [layer[index] for layer in plan]), samples) / layers
         ops.append(row)
     result = {"rows": rows, "layers": layers, "launch_us": launch_us, "copy_bytes_per_second": rate, "wrong": wrong}
     for mode, plan in plans.items():
-        sequence = [(kernels[op].fn, args) for _, op, args in itertools.chain(*plan)]
-        result[f"{mode}_layer_us"] = microseconds(lambda s=sequence: [fn(*args) for fn, args in s] and None, samples) / layers
+        result[f"{mode}_layer_us"] = microseconds(sequence(kernels, list(itertools.chain(*plan))), samples) / layers
         result[f"{mode}_ops_us"] = sum(row[f"{mode}_us"] for row in ops)
     floor = sum(row["floor_us"] for row in ops)
     return {"gpu": torch.cuda.get_device_name(), **result, "floor_us": floor, "ops": ops}
@@ -252,8 +264,8 @@ def main(arguments: list[str]) -> int:
     result = measure(options.rows, options.layers, options.samples, offered(options.provider, changes))
     for row in result["ops"]:
         print("{name:16s} cold {cold_us:6.2f}  warm {warm_us:6.2f}  floor {floor_us:5.2f} us  {symbol}".format(**row))
-    print("a layer: cold {cold_layer_us:.2f}, warm {warm_layer_us:.2f}, sums of ops {cold_ops_us:.2f} and {warm_ops_us:.2f}, floor "
-          "{floor_us:.2f} us; a launch {launch_us:.2f} us".format(**result))  # fmt: skip
+    print("a layer: cold {cold_layer_us:.2f}, warm {warm_layer_us:.2f}, sums of ops {cold_ops_us:.2f} and {warm_ops_us:.2f},"
+          " floor {floor_us:.2f} us; a launch {launch_us:.2f} us".format(**result))  # fmt: skip
     print("\n".join(result["wrong"]) or "all outputs agree with their cards")
     if options.report:
         store(options.report, shlex.join(["python", "tools/cuda/bench_layer_small.py", *arguments]), result)

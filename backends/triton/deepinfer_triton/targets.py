@@ -35,7 +35,10 @@ INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256, h
 SM90 = Target("sm90", "bf16", depth=64, keys=16, head_group=16)
 SM100 = Target("sm100", "scaled", keys=32)
 SM103 = replace(SM100, name="sm103")
-ASCEND950 = Target("ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, row_columns=512, rope_heads=1, index_columns=64)
+ASCEND950 = Target(
+    "ascend950", "bf16", features=64, tokens=32, depth=64, keys=16, columns=512, row_columns=512, rope_heads=1,
+    index_columns=64,
+)  # fmt: skip
 
 TARGETS = {target.name: target for target in (INTERPRETER, SM90, SM100, SM103, ASCEND950)}
 

@@ -2,7 +2,8 @@
 exact.
 
 An expert's rank is one int64 that orders by score and then by lower id (NaN first, -inf last, nobody twice), so that a
-pick is a single maximum. softplus(x) = max(x, 0) + log1p(exp(-|x|)), with log1p by its own series: a fast logarithm would lose the small scores.
+pick is a single maximum. softplus(x) = max(x, 0) + log1p(exp(-|x|)), with log1p by its own series: a fast logarithm would
+lose the small scores.
 """
 
 from __future__ import annotations
