@@ -32,11 +32,13 @@ def hal_bench(
     row_seconds: Annotated[float, _option("Time that a row may take; a row that needs more is listed as not run.")] = 60.0,
     memory: Annotated[int, _size("Host memory that a row may take, such as 8G; 0: half of the machine's.")] = 0,
     cache: Annotated[int, _size("Bytes that the buffers of a row exceed together; 0: the last-level cache.")] = 0,
+    jobs: Annotated[int, _option("Processes that draw and check rows; each is timed alone.", "--jobs", "-j", min=1)] = 1,
     report: Annotated[Path | None, _option("A report of `hal test`: its kernels must be those measured here.")] = None,
     json_file: Annotated[Path | None, _option("Store the whole result as JSON in this file.", "--json")] = None,
 ) -> int:
     """Time, GB/s, FLOP/s and share of the measured roofline of each op. Exit 0: rows were timed and none failed."""
     from deepinfer_hal.bench import Budget, run_bench
+    from deepinfer_hal.bench_jobs import run_bench_jobs
     from deepinfer_hal.conformance.host import describe_subject, describe_suite
     from deepinfer_hal.conformance.report import read_report
     from deepinfer_hal.registry import open_backend
@@ -49,10 +51,11 @@ def hal_bench(
         known = read_report(report) if report is not None else None
         budget = Budget(repeats, row_seconds, memory, cache)
         print(_HEAD, flush=True)
-        result = run_bench(
-            opened, index, shapes=shapes, experts=experts, ops=tuple(op or ()), rows=tuple(rows or ()), budget=budget,
-            conformance=known, listen=_print_row,
-        )  # fmt: skip
+        chosen = dict(shapes=shapes, experts=experts, ops=tuple(op or ()), rows=tuple(rows or ()), budget=budget)
+        if jobs > 1:
+            result = run_bench_jobs(f"{opened.name}:{index}", jobs, conformance=report, listen=_print_row, **chosen)
+        else:
+            result = run_bench(opened, index, conformance=known, listen=_print_row, **chosen)
     except (BadCall, BackendUnavailable) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return _USAGE

@@ -43,8 +43,8 @@ class Capabilities:
 
     stream_dtypes: dtypes in which a model's activations can run; synchronous: a launch returns when the work is done;
     graphs: the graphs slot may be used; float64: it computes in float64 faster than a host, so that the suite may compute the
-    references of large cases there, in plain torch; memory_bandwidth / flops: measured or listed peaks in bytes/s and FLOP/s
-    (0 = unknown).
+    references of large cases there, in plain torch; cache_bytes: of the last-level cache; memory_bandwidth / flops: measured or
+    listed peaks in bytes/s and FLOP/s. 0 = unknown.
     """
 
     stream_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
@@ -52,6 +52,7 @@ class Capabilities:
     graphs: bool = False
     float8: bool = False
     float64: bool = False
+    cache_bytes: int = 0
     memory_bandwidth: float = 0.0
     flops: float = 0.0
 

@@ -8,12 +8,12 @@ row too, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ import torch
 from deepinfer_hal import formats
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.bench_shapes import MODELS, NOT_MEASURED, BenchCase, bench_cases
+from deepinfer_hal.bench_timing import NotRun, time_calls
 from deepinfer_hal.card import all_cards, get_card
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings, spread
+from deepinfer_hal.conformance.arena import Placed
 from deepinfer_hal.conformance.compare import compare_discrete, compare_values
 from deepinfer_hal.conformance.plan import offers_of, subjects
 from deepinfer_hal.conformance.problem import Problem, Subject
@@ -33,15 +35,13 @@ from deepinfer_hal.conformance.verdict import EXECUTED, FAIL, NOT_RUN, PASS, UNS
 from deepinfer_hal.dispatch import Choice, Dispatcher
 from deepinfer_hal.errors import BadCall, Unsupported
 from deepinfer_hal.ops._common import weights_drawn_once
-from deepinfer_hal.weights import CanonicalWeight, prepare_canonical
+from deepinfer_hal.weights import prepare_canonical
 
 ASSUMED_CACHE_BYTES = 128 << 20
 """Last-level cache of a device that does not tell."""
 
 _BEYOND_CACHE = 1.5
 _MOST_BUFFERS = 4096
-_SAMPLE_SECONDS = 2e-3
-_LEAST_REPEATS = 3
 _BYTES_PER_ELEMENT, _BYTES_PER_GATHERED = 20, 8
 """Host memory at the peak of a case: drawn and stored, laid out in float32, expanded to float64 by the reference."""
 
@@ -70,8 +70,8 @@ class Row:
     """One op at one shape. verdict: pass (checked and timed), fail, unsupported or not-run, with the reason.
 
     seconds: median, min and max of a call; share: of the roofline, floor_seconds over the median; bound: which ceiling sets the
-    floor; buffers: sets of arguments that calls go round through; buffer_bytes: of all of them; used: output -> largest error
-    as a share of what the card allows.
+    floor; timing: "graph" (replays of a graph that goes round all buffers) or "calls"; buffers: sets of arguments that calls go
+    round through; buffer_bytes: of all of them; used: output -> largest error as a share of what the card allows.
     """
 
     id: str
@@ -91,13 +91,10 @@ class Row:
     floor_seconds: float = 0.0
     share: float | None = None
     bound: str = ""
+    timing: str = ""
     buffers: int = 0
     buffer_bytes: int = 0
     used: dict[str, float] = field(default_factory=dict)
-
-
-class _NotRun(Exception):
-    """A row does not fit the budget, and why."""
 
 
 def run_bench(
@@ -111,12 +108,17 @@ def run_bench(
     budget: Budget | None = None,
     conformance: Mapping[str, Any] | None = None,
     listen: Listener = lambda row: None,
+    pairs: Collection[tuple[str, int]] | None = None,
+    turns: Any = None,
+    list_skipped: bool = True,
 ) -> dict[str, Any]:
     """All rows as plain values, with the ceilings of the same run, measured before and after them; `listen` hears each row
     as it comes, with its share of the ceilings known by then. load_average: of the host's last minute, before and after.
 
     shapes: a name of `bench_shapes.MODELS`; experts: on one rank, at most the model's; ops, rows: only these. conformance: a
-    report of `hal test`, whose kernels must be those of the rows. Raises BadCall for what does not exist.
+    report of `hal test`, whose kernels must be those of the rows. pairs: (op, rows), only these; turns: of several processes
+    that share the device (bench_jobs.Turns); list_skipped: ops that are not measured, with the reason.
+    Raises BadCall for what does not exist.
     """
     if shapes not in MODELS:
         raise BadCall(f"shapes must be {' or '.join(MODELS)}, got {shapes!r}")
@@ -127,20 +129,25 @@ def run_bench(
     budget = _resolved(budget or Budget(), backend, index)
     tested = None if conformance is None else tested_symbols(conformance, backend.name)
     copied, load = int(_BEYOND_CACHE * budget.cache_bytes), os.getloadavg()[0]
-    ceilings = functools.reduce(Ceilings.best, (measure_ceilings(backend, index, copied) for _ in range(3)))
-    bench = _Bench(backend, index, budget, ceilings)
+    turns = turns or _Alone()
+    with turns.alone():
+        ceilings = functools.reduce(Ceilings.best, (measure_ceilings(backend, index, copied) for _ in range(3)))
+    bench = _Bench(backend, index, budget, ceilings, turns)
     done = []
     with weights_drawn_once():
         for case in bench_cases(model, experts, rows, ops):
+            if pairs is not None and (case.case.op, case.rows) not in pairs:
+                continue
             row = bench.measure(case)
             if tested is not None and row.symbol:
                 _compare_symbols(row, tested)
             done.append(row)
             listen(row)
-    bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, copied))
+    with turns.alone():
+        bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, copied))
     for row in done:
         rate(row, bench.ceilings)
-    skipped = [op for op in sorted(all_cards()) if op in NOT_MEASURED and (not ops or op in ops)]
+    skipped = [op for op in sorted(all_cards()) if list_skipped and op in NOT_MEASURED and (not ops or op in ops)]
     done += [Row(op, op, "", 0, reason=NOT_MEASURED[op]) for op in skipped]
     return {
         "device": f"{backend.name}:{index}",
@@ -165,13 +172,19 @@ def tested_symbols(report: Mapping[str, Any], backend: str) -> dict[str, set[str
     return found
 
 
-def last_level_cache_bytes(device: torch.device) -> int:
-    """Of the processor, as the system tells it; ASSUMED_CACHE_BYTES for other devices, and where nothing tells."""
-    sizes = [0]
+def last_level_cache_bytes(device: torch.device, told: int = 0) -> int:
+    """Of the processor, as the system tells it, or of a device what its capabilities tell; else ASSUMED_CACHE_BYTES."""
+    sizes = [told]
     if device.type == "cpu":
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
             sizes.append(int(path.read_text(encoding="ascii").strip().removesuffix("K")) << 10)
     return max(sizes) or ASSUMED_CACHE_BYTES
+
+
+class _Alone:
+    """The turns of a process that has the device for itself."""
+
+    beside = alone = staticmethod(contextlib.nullcontext)
 
 
 # ------------------------------------------------------------------------------------------------- one row
@@ -180,8 +193,8 @@ def last_level_cache_bytes(device: torch.device) -> int:
 class _Bench:
     """What all rows share: the dispatcher, the kernels under test, the ceilings and the budget."""
 
-    def __init__(self, backend: Backend, index: int, budget: Budget, ceilings: Ceilings) -> None:
-        self.backend, self.index, self.budget, self.ceilings = backend, index, budget, ceilings
+    def __init__(self, backend: Backend, index: int, budget: Budget, ceilings: Ceilings, turns: Any) -> None:
+        self.backend, self.index, self.budget, self.ceilings, self.turns = backend, index, budget, ceilings, turns
         self.dispatcher = Dispatcher(backend, index, fallback="forbid")
         self.offers = offers_of(backend, index, reference=False)
         self.subjects = subjects(backend, index, reference=False)
@@ -196,7 +209,7 @@ class _Bench:
             self._foresee(case)
             self._measure(case, row)
             row.verdict = PASS
-        except _NotRun as reason:
+        except NotRun as reason:
             row.verdict, row.reason = NOT_RUN, str(reason)
         except (Unsupported, Declined) as reason:
             row.verdict, row.reason = UNSUPPORTED, str(reason)
@@ -207,28 +220,30 @@ class _Bench:
         return row
 
     def _foresee(self, case: BenchCase) -> None:
-        """_NotRun if drawing and checking the case would take more memory or time than a row has."""
+        """NotRun if drawing and checking the case would take more memory or time than a row has."""
         nbytes = (case.elements - case.gathered) * _BYTES_PER_ELEMENT + case.gathered * _BYTES_PER_GATHERED
         if nbytes > self.budget.memory_bytes:
             allowed = self.budget.memory_bytes / 1e9
-            raise _NotRun(f"drawing and checking it takes about {nbytes / 1e9:.1f} GB of memory, a row has {allowed:.1f} GB")
+            raise NotRun(f"drawing and checking it takes about {nbytes / 1e9:.1f} GB of memory, a row has {allowed:.1f} GB")
         seconds = case.elements * self.seconds_per_element
         if seconds > self.budget.row_seconds:
-            raise _NotRun(f"drawing it takes about {seconds:.0f} s, a row has {self.budget.row_seconds:.0f} s")
+            raise NotRun(f"drawing it takes about {seconds:.0f} s, a row has {self.budget.row_seconds:.0f} s")
 
     def _measure(self, case: BenchCase, row: Row) -> None:
         started = time.perf_counter()
         args = get_card(row.op).generate(case.case, 0, "cpu", prepare_canonical)
         subject, call = self._choose(case, args, row)
         problem = Problem(subject, case.case, pristine=args)
-        check_values(problem)
-        row.used = dict(problem.statistics["used"])
         cost = problem.card.cost(problem.pristine)
         row.bytes, row.flops = int(cost.bytes), int(cost.flops)
-        buffers, row.buffer_bytes = self._buffers(problem, case, row.bytes)
-        row.buffers = len(buffers)
+        with self.turns.beside():
+            check_values(problem)
+            buffers, row.buffer_bytes = self._buffers(problem, case, row.bytes)
+        row.used, row.buffers = dict(problem.statistics["used"]), len(buffers)
         left = self.budget.row_seconds - (time.perf_counter() - started)
-        row.seconds = spread(self._time(call, buffers, left))
+        with self.turns.alone():
+            row.timing, times = time_calls(subject, call, buffers, self.budget.repeats, left)
+        row.seconds = spread(times)
         rate(row, self.ceilings)
 
     def _choose(self, case: BenchCase, args: Mapping[str, Any], row: Row) -> tuple[Subject, Callable[..., None]]:
@@ -244,28 +259,10 @@ class _Bench:
     def _buffers(self, problem: Problem, case: BenchCase, touched: int) -> tuple[list[tuple[Any, ...]], int]:
         """Sets of arguments, each in memory of its own, that together exceed the cache where memory allows; and their bytes."""
         wanted = math.ceil(_BEYOND_CACHE * self.budget.cache_bytes / max(touched, 1))
-        shared = case.gathered > 0
-        each = max(_set_bytes(problem, problem.place().args, shared), 1)
+        first = problem.place()
+        each = max(_set_bytes(problem, first.args, case.gathered > 0), 1)
         count = max(1, min(wanted, _MOST_BUFFERS, self.budget.memory_bytes // (2 * each)))
-        return [_buffer(problem, number, case) for number in range(count)], count * each
-
-    def _time(self, call: Callable[..., None], buffers: list[tuple[Any, ...]], left: float) -> list[float]:
-        """Seconds of a call, one value a sample; a sample is as many calls as take long enough to be told."""
-        clock, turn = self.backend.timer(self.index), itertools.cycle(buffers)
-
-        def sample(calls: int) -> float:
-            start = clock()
-            for _ in range(calls):
-                call(*next(turn))
-            return (clock() - start) / calls
-
-        sample(1)
-        one = sample(1)
-        calls = max(1, min(int(_SAMPLE_SECONDS / max(one, 1e-7)), 1000))
-        repeats = min(self.budget.repeats, int(left / max(one * calls, 1e-9)))
-        if repeats < min(_LEAST_REPEATS, self.budget.repeats):
-            raise _NotRun(f"a call takes {one:.2g} s and {max(left, 0.0):.2g} s of the row's time are left after checking it")
-        return [sample(calls) for _ in range(repeats)]
+        return [_buffer(problem, first if number == 0 else first.twin(), number, case) for number in range(count)], count * each
 
 
 def rate(row: Row, ceilings: Ceilings) -> None:
@@ -288,16 +285,13 @@ def check_values(problem: Problem) -> None:
 # ------------------------------------------------------------------------------------------------- helpers
 
 
-def _buffer(problem: Problem, number: int, case: BenchCase) -> tuple[Any, ...]:
+def _buffer(problem: Problem, placed: Placed, number: int, case: BenchCase) -> tuple[Any, ...]:
     """One set of arguments; weights are laid out anew, but for tables of which a call reads a few other rows each time."""
-    args = problem.place().args
+    args = placed.args
     for arg in problem.card.signature:
         handle = problem.pristine[arg.name]
         if arg.kind == "weight" and handle is not None and number and not case.gathered:
-            stored = handle.canonical()
-            scales = None if stored.scales is None else stored.scales.clone()
-            copied = CanonicalWeight(stored.format, stored.values.clone(), scales)
-            args[arg.name] = problem.subject.prepare(handle.role, copied)
+            args[arg.name] = problem.another_weight(handle)
     for name, limit in case.vary.items():
         args[name].add_(number * 7919).remainder_(limit)
     return tuple(args.values())
@@ -330,7 +324,7 @@ def _resolved(budget: Budget, backend: Backend, index: int) -> Budget:
         budget.repeats,
         budget.row_seconds,
         budget.memory_bytes or min(memory, on_device or memory),
-        budget.cache_bytes or last_level_cache_bytes(backend.device(index)),
+        budget.cache_bytes or last_level_cache_bytes(backend.device(index), backend.capabilities(index).cache_bytes),
     )
 
 

@@ -13,6 +13,9 @@ import torch
 
 _SMALLEST_COPY_BYTES = 4 << 20
 _LARGEST_COPY_BYTES = 256 << 20
+_DEVICE_COPY_BYTES, _DEVICE_COPIES = 1 << 30, 4
+"""On an accelerator: neither a launch nor a cache shows."""
+
 _GEMM_SIZES = (1024, 2048, 4096, 8192)
 _GEMM_SECONDS = 5e-4
 _REPEATS = 7
@@ -41,8 +44,10 @@ class Ceilings:
 
 
 def measure_ceilings(backend: Any, index: int, working_set_bytes: int) -> Ceilings:
-    """Copies as many bytes as a step reads (clamped), so that a model which fits a cache is held to the cache's speed."""
+    """Copies as many bytes as a step reads (clamped), so that a model which fits a cache is held to the cache's speed; on an
+    accelerator a gigabyte."""
     device, clock = backend.device(index), backend.timer(index)
+    host = device.type == "cpu"
 
     def seconds(work: Callable[[], Any], loops: int) -> float:
         times = []
@@ -55,10 +60,11 @@ def measure_ceilings(backend: Any, index: int, working_set_bytes: int) -> Ceilin
             times.append((clock() - start) / loops)
         return min(times[1:])
 
-    copy_bytes = max(_SMALLEST_COPY_BYTES, min(working_set_bytes, _LARGEST_COPY_BYTES))
-    source = torch.zeros(copy_bytes, dtype=torch.uint8, device=device)
+    copy_bytes = max(_SMALLEST_COPY_BYTES, min(working_set_bytes, _LARGEST_COPY_BYTES)) if host else _DEVICE_COPY_BYTES
+    loops = max(1, (64 << 20) // copy_bytes) if host else _DEVICE_COPIES
+    source = torch.randint(0, 256, (copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    bandwidth = 2 * copy_bytes / seconds(lambda: target.copy_(source), max(1, (64 << 20) // copy_bytes))
+    bandwidth = 2 * copy_bytes / seconds(lambda: target.copy_(source), loops)
     gemm = {}
     for dtype in (torch.float32, torch.bfloat16):
         gemm[_name(dtype)] = _best_gemm(seconds, functools.partial(_dense_product, dtype, device))

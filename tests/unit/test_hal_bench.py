@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from deepinfer_hal import bench
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo
 from deepinfer_hal.bench import Budget, run_bench
+from deepinfer_hal.bench_jobs import Turns, merged, share_work
 from deepinfer_hal.bench_shapes import MODELS, NANO, NOT_MEASURED, V41, bench_cases
 from deepinfer_hal.card import all_cards, get_card
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings
@@ -22,6 +26,7 @@ from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.weights import prepare_canonical
 
 from deepinfer.cli.app import app
+from tests.conformance import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = Budget(repeats=3, row_seconds=20.0, memory_bytes=1 << 30, cache_bytes=1 << 19)
@@ -276,3 +281,92 @@ def test_wrong_commands_exit_2_with_a_sentence(capsys):
 
 def test_nothing_timed_exits_2():
     assert run("--op", "barrier") == 2
+
+
+# ------------------------------------------------------------------------------------------------- graphs, several processes
+
+
+class Graphing(Bench):
+    """Has graphs; counts what is called while one is captured."""
+
+    def __init__(self, capturable: bool) -> None:
+        self.graph_slot = captured.Graphs()
+        self.replays = 0
+
+        def enqueue(*values):
+            self.graph_slot.launch(lambda: self._do(values))
+
+        kernel_ = Kernel("stream_collapse", "test", enqueue, "reference::stream_collapse+enqueued", "yes", capturable=capturable)
+        super().__init__(kernel_)
+
+    def _do(self, values) -> None:
+        self.replays += 1
+        get_card("stream_collapse").reference(*values)
+
+    def capabilities(self, index: int) -> Capabilities:
+        return Capabilities(graphs=True)
+
+    def graphs(self, index: int) -> captured.Graphs:
+        return self.graph_slot
+
+
+@pytest.mark.parametrize(("capturable", "timing"), [(True, "graph"), (False, "calls")])
+def test_a_capturable_kernel_is_timed_by_replays_over_all_buffers_and_others_by_calls(capturable, timing):
+    backend = Graphing(capturable)
+    row = one_row(measured(backend, ops=("stream_collapse",)), "stream_collapse")
+    assert (row["verdict"], row["timing"]) == ("pass", timing)
+    assert row["buffers"] > 1 and (timing == "calls" or backend.replays > 2 * row["buffers"])
+
+
+def test_every_pair_of_op_and_rows_is_in_one_share_and_shares_are_even():
+    shares = share_work(4, "nano", 8, (), ())
+    pairs = [pair for share in shares for pair in share]
+    assert len(set(pairs)) == len(pairs) == len({(case.case.op, case.rows) for case in bench_cases(NANO, 8)})
+    assert len(shares) == 4 and all(shares)
+    assert share_work(4, "nano", 8, ("rope",), (1,)) == [[("rope", 1)]]
+
+
+def test_results_of_several_processes_are_one_with_the_best_ceilings():
+    options = dict(shapes="nano", rows=(1,), ops=("rope", "stream_collapse"), budget=BUDGET)
+    backend = Bench(kernel("rope"), kernel("stream_collapse"))
+    whole = run_bench(backend, 0, **options)
+    parts = [run_bench(backend, 0, pairs={(op, 1)}, **options) for op in ("stream_collapse", "rope")]
+    parts[1]["ceilings"] = dataclasses.asdict(dataclasses.replace(CEILINGS, bandwidth=2e12))
+    found = merged(parts, ["rope", "stream_collapse"])
+    assert [row["id"] for row in found["rows"]] == [row["id"] for row in whole["rows"]]
+    assert found["jobs"] == 2 and found["ceilings"]["bandwidth"] == 2e12
+    for row in found["rows"]:
+        assert row["floor_seconds"] == pytest.approx(max(row["bytes"] / 2e12, row["flops"] / 1e15))
+
+
+def test_who_wants_a_turn_alone_waits_for_the_others_and_keeps_newcomers_out(tmp_path):
+    first, second, third = (Turns(tmp_path) for _ in range(3))
+    done = []
+
+    def alone():
+        with second.alone():
+            done.append("alone")
+
+    def beside():
+        with third.beside():
+            done.append("beside")
+
+    threads = [threading.Thread(target=target) for target in (alone, beside)]
+    with first.beside():
+        threads[0].start()
+        while not _held(tmp_path / "gate"):
+            time.sleep(1e-3)
+        threads[1].start()
+        assert done == []
+    for thread in threads:
+        thread.join(20)
+    assert done == ["alone", "beside"]
+
+
+def _held(path: Path) -> bool:
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

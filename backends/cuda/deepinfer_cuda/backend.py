@@ -36,9 +36,10 @@ class CudaBackend(Backend):
         return torch.device("cuda", index)
 
     def capabilities(self, index: int) -> Capabilities:
+        found = gpu.gpu_of(index)
         return Capabilities(
             stream_dtypes=(torch.bfloat16, torch.float32), synchronous=False, graphs=True, float64=True,
-            float8=gpu.gpu_of(index).capability >= (8, 9),
+            float8=found.capability >= (8, 9), cache_bytes=found.cache_bytes,
         )  # fmt: skip
 
     # -- compute

@@ -20,13 +20,14 @@ TRITON_WANTED = (3, 6)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as torch tells it: its index there, name, bytes of memory, compute capability, multiprocessors."""
+    """One GPU as torch tells it: its index there, name, bytes of memory, compute capability, multiprocessors, bytes of L2."""
 
     index: int
     name: str
     memory_bytes: int
     capability: tuple[int, int]
     multiprocessors: int
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def _first_sentence(error: Exception) -> str:
 
 def _describe(index: int) -> Gpu:
     told = torch.cuda.get_device_properties(index)
-    return Gpu(index, told.name, told.total_memory, (told.major, told.minor), told.multi_processor_count)
+    cache = getattr(told, "L2_cache_size", 0)
+    return Gpu(index, told.name, told.total_memory, (told.major, told.minor), told.multi_processor_count, cache)
 
 
 def triton_version() -> str | None:

@@ -7,7 +7,7 @@ kernel did is read back as one host image per storage, of which the arguments ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,13 @@ class Placed:
 
     args: dict[str, Any]
     arenas: list[Arena]
+
+    def twin(self) -> Placed:
+        """The same content in other memory of the device; weights and host scalars are shared."""
+        args, arenas = dict(self.args), [replace(arena, buffer=arena.buffer.clone()) for arena in self.arenas]
+        for arena in arenas:
+            args |= {name: layout.view(arena.body(arena.buffer)) for name, layout in arena.layouts.items()}
+        return Placed(args, arenas)
 
     def snapshot(self) -> list[torch.Tensor]:
         """All memory as it was before any run, on the device, so that `reset` need not cross over from the host."""

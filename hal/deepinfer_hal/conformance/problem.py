@@ -226,6 +226,12 @@ class Problem:
             self._weights[id(handle)] = (handle, self.subject.prepare(handle.role, copied))
         return self._weights[id(handle)][1]
 
+    def another_weight(self, handle: WeightHandle) -> WeightHandle:
+        """The backend's handle of the same host weight in memory of its own."""
+        stored = self._canonical_there(handle).canonical()
+        scales = None if stored.scales is None else stored.scales.clone()
+        return self.subject.prepare(handle.role, CanonicalWeight(stored.format, stored.values.clone(), scales))
+
     def place(self, args: Args | None = None, **placing: Any) -> Placed:
         """Host arguments on the device, with the backend's weights and its communicator."""
         placed = place(self.pristine if args is None else args, self.subject.device, **placing)

@@ -1,0 +1,167 @@
+"""A benchmark in several processes: they draw and check their rows side by side, and time them one at a time.
+
+Drawing weights of a model's size and expanding them is host work and takes nearly all of a benchmark's time. Device work of
+checking is done under a shared turn, timing under one of its own, so that no clock runs while another process computes there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from deepinfer_hal.bench import Budget, Listener, Row, run_bench
+from deepinfer_hal.bench_shapes import MODELS, bench_cases
+from deepinfer_hal.ceilings import Ceilings
+from deepinfer_hal.errors import BackendUnavailable
+
+
+class Turns:
+    """Locks of a folder that processes share. Who wants to be alone closes the gate, so that no newcomer keeps it waiting."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._gate, self._room = (open(Path(folder) / name, "w", encoding="ascii") for name in ("gate", "room"))
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """A turn that others may have at the same time."""
+        with _locked(self._gate, fcntl.LOCK_EX):
+            fcntl.flock(self._room, fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """A turn that nobody else has."""
+        with _locked(self._gate, fcntl.LOCK_EX), _locked(self._room, fcntl.LOCK_EX):
+            yield
+
+
+@contextlib.contextmanager
+def _locked(file: TextIO, how: int) -> Iterator[None]:
+    fcntl.flock(file, how)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def run_bench_jobs(
+    spec: str, jobs: int, *, shapes: str, experts: int, ops: tuple[str, ...], rows: tuple[int, ...], budget: Budget,
+    conformance: Path | None, listen: Listener = lambda row: None,
+) -> dict[str, Any]:  # fmt: skip
+    """As `run_bench`, over `jobs` processes; rows in the order of one process, ceilings the best of all of them.
+
+    BackendUnavailable with a process's last words if one ends without a result.
+    """
+    shares = share_work(jobs, shapes, experts, ops, rows)
+    results: list[dict[str, Any] | str] = [""] * len(shares)
+    hearing = threading.Lock()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def play(number: int) -> None:
+            job = {
+                "spec": spec, "pairs": shares[number], "folder": folder, "shapes": shapes, "experts": experts,
+                "budget": asdict(budget), "conformance": None if conformance is None else str(conformance), "ops": ops,
+                "first": number == 0,
+            }  # fmt: skip
+            results[number] = _play(job, listen, hearing)
+
+        threads = [threading.Thread(target=play, args=(number,)) for number in range(len(shares))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lost = [result for result in results if isinstance(result, str)]
+    if lost:
+        raise BackendUnavailable(f"a process of the benchmark ended without a result: {lost[0]}")
+    return merged(results, [case.case.op for case in bench_cases(MODELS[shapes], min(experts, MODELS[shapes].experts))])
+
+
+def share_work(jobs: int, shapes: str, experts: int, ops: tuple[str, ...], rows: tuple[int, ...]) -> list[list[tuple[str, int]]]:
+    """(op, rows) of each process: the largest first, each to the process that has least to draw."""
+    model, work = MODELS[shapes], Counter()
+    for case in bench_cases(model, min(experts, model.experts), rows, ops):
+        work[case.case.op, case.rows] += case.elements + 1_000_000
+    shares: list[tuple[int, list[tuple[str, int]]]] = [(0, []) for _ in range(min(jobs, len(work)) or 1)]
+    for pair, elements in work.most_common():
+        place = min(range(len(shares)), key=lambda number: shares[number][0])
+        shares[place] = (shares[place][0] + elements, [*shares[place][1], pair])
+    return [pairs for _, pairs in shares]
+
+
+def merged(results: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
+    """One result of several: rows by op in the given order, rated again by the best ceilings."""
+    from deepinfer_hal.bench import rate
+
+    ceilings = functools.reduce(Ceilings.best, (Ceilings(**result["ceilings"]) for result in results))
+    rows = [Row(**row) for result in results for row in result["rows"]]
+    places = {op: place for place, op in enumerate(dict.fromkeys(order))}
+    rows.sort(key=lambda row: (places.get(row.op, len(places)), row.use, row.rows, row.id))
+    for row in rows:
+        rate(row, ceilings)
+    return {**results[0], "ceilings": asdict(ceilings), "jobs": len(results), "rows": [asdict(row) for row in rows]}
+
+
+def _play(job: dict[str, Any], listen: Listener, hearing: threading.Lock) -> dict[str, Any] | str:
+    """The result of a process, or its last words."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deepinfer_hal.bench_jobs", json.dumps(job)], stdout=subprocess.PIPE, stderr=errors,
+            env=environment, text=True, encoding="utf-8",
+        )  # fmt: skip
+        result: dict[str, Any] | None = None
+        for line in process.stdout:
+            told = json.loads(line)
+            if "row" in told:
+                with hearing:
+                    listen(Row(**told["row"]))
+            else:
+                result = told["result"]
+        status = process.wait()
+        errors.seek(0)
+        words = [line.strip() for line in errors.read().splitlines() if line.strip()]
+    return result if result is not None else f"exit status {status}; it said: {' '.join(words[-2:])[:300]}"
+
+
+def main(text: str) -> int:
+    """The process of one share."""
+    from deepinfer_hal.conformance.report import read_report
+    from deepinfer_hal.registry import open_backend
+
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a kernel prints is no answer
+    job = json.loads(text)
+    backend, index = open_backend(job["spec"])
+    known = None if job["conformance"] is None else read_report(job["conformance"])
+
+    def tell(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    pairs = {tuple(pair) for pair in job["pairs"]}
+    result = run_bench(
+        backend, index, shapes=job["shapes"], experts=job["experts"], ops=tuple(job["ops"]), pairs=pairs,
+        budget=Budget(**job["budget"]), conformance=known, listen=lambda row: tell({"row": asdict(row)}),
+        turns=Turns(job["folder"]), list_skipped=job["first"],
+    )  # fmt: skip
+    tell({"result": result})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
