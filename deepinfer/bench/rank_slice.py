@@ -119,6 +119,7 @@ class _Bench:
     def _step(self, what: dict[str, Any], before: int, logits_each: int, with_ops: bool) -> dict[str, Any]:
         recorder = OpRecorder()
         step = StepBench(self.model, what["requests"], what["tokens"], before, min(logits_each, what["tokens"]), recorder)
+        step.whole()  # what serves a call may be known only when it is made
         self.kernels = [vars(choice) for choice in step.dispatcher.table()]
         self.fallbacks = dict(step.dispatcher.fallbacks)
         prefill = what["kind"] == "prefill"
@@ -144,11 +145,10 @@ class _Bench:
         for recorder.part, run in parts.items():
             run()
         step.dispatcher.observer = None
-        capturable = {choice.op for choice in step.dispatcher.table() if not choice.eager}
         eager = {op for choice in step.dispatcher.table() for op in choice.eager}
         rows = []
         for group in recorder.found.values():
-            graphs = self.graphs if group.op not in eager or group.op in capturable else None
+            graphs = None if group.op in eager else self.graphs
 
             def run(group: Any = group) -> None:
                 for call in group.calls:

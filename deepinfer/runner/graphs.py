@@ -29,8 +29,8 @@ OUTSIDE = frozenset({
 def eager_reason(dispatcher: Dispatcher, outside: frozenset[tuple[str, str]] = OUTSIDE) -> str | None:
     """Why a step cannot be captured: which of its ops have no kernel that a graph can hold, and what serves them."""
     found = {}
-    for key, choice in sorted(dispatcher.choices.items()):
-        for op in choice.eager if key not in outside else ():
+    for (bound, role), choice in sorted(dispatcher.choices.items()):
+        for op in choice.eager if (bound, role.partition(" #")[0]) not in outside else ():
             found.setdefault(op, f"{op} ({choice.symbol})" if op == choice.op else f"{op} (in {choice.op})")
     return f"no kernel that a graph can hold serves {', '.join(found.values())}" if found else None
 
@@ -53,9 +53,9 @@ class StepGraphs:
     def __init__(
         self, network: Network, slot: Any, staging: Staging, shapes: tuple[GraphShape, ...], dispatcher: Dispatcher
     ) -> None:
-        """slot: the backend's graphs slot, or None if it has none."""
+        """slot: the backend's graphs slot. `reason` is known after `warm_up`."""
         self.network, self.slot, self.staging, self.shapes = network, slot, staging, shapes
-        self.reason = "the backend captures no graphs" if slot is None else eager_reason(dispatcher)
+        self.dispatcher, self.reason = dispatcher, None
         self._captured: dict[GraphShape, _Captured] = {}
         self._packed = torch.zeros(0, dtype=torch.uint8, device=staging.device)
 
@@ -73,7 +73,7 @@ class StepGraphs:
         return self._captured[shape].graph
 
     def warm_up(self) -> None:
-        """Captures every shape; each is run first, which compiles its kernels. Without graphs, each is only run."""
+        """Captures every shape; each is run first, which compiles its kernels. Where steps stay eager, each is only run."""
         ratios = self.network.state.layout.ratios
         prepared = []
         for shape in self.shapes:
@@ -85,6 +85,9 @@ class StepGraphs:
             one = _Captured(shape, self._packed, arrays, meta)
             self.staging.fill(self._packed, arrays)
             step = self._step(one)
+            if shape == self.shapes[0]:  # what serves a call may be known only when it is made
+                step()
+                self.reason = eager_reason(self.dispatcher)
             if self.reason is None:
                 one.graph = self.slot.capture(step)
                 self._captured[shape] = one

@@ -30,11 +30,11 @@ from deepinfer_hal.conformance.arena import Placed
 from deepinfer_hal.conformance.compare import compare_discrete, compare_values
 from deepinfer_hal.conformance.plan import offers_of, subjects
 from deepinfer_hal.conformance.problem import Problem, Subject
-from deepinfer_hal.conformance.statics import call_spec
 from deepinfer_hal.conformance.verdict import EXECUTED, FAIL, NOT_RUN, PASS, UNSUPPORTED, CheckFailed, Declined
 from deepinfer_hal.dispatch import Choice, Dispatcher
 from deepinfer_hal.errors import BadCall, Unsupported
 from deepinfer_hal.ops._common import weights_drawn_once
+from deepinfer_hal.statics import call_spec
 from deepinfer_hal.weights import prepare_canonical
 
 ASSUMED_CACHE_BYTES = 128 << 20

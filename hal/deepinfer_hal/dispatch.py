@@ -2,11 +2,14 @@
 
 Candidates are the backend's kernels for the op and, for a composite, its parts bound one by one. The declared priority
 decides, ties go to the larger card and then to the first offered; the choice is frozen, printable and part of every
-report. A fall to the reference is counted and shown; with fallback="forbid" it is an error.
+report. Where a kernel of higher priority refuses only what the statics leave open, the call's own statics decide at its first
+call, and the choice is frozen then (see `late`). A fall to the reference is counted and shown; with fallback="forbid" it is an
+error.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,6 +22,8 @@ from deepinfer_hal.card import OpCard, all_cards, get_card
 from deepinfer_hal.checks import check_call
 from deepinfer_hal.errors import BackendContractError, BadCall, Unsupported
 from deepinfer_hal.kernel import INVARIANCE, CallSpec, Kernel, No, Yes, reference_kernel
+from deepinfer_hal.late import LateCall
+from deepinfer_hal.statics import open_statics
 
 Observer = Callable[[OpCard, Mapping[str, Any], Callable[[], None]], None]
 """Called as observer(card, args, call) in place of a bound call, which it makes by calling `call`."""
@@ -48,12 +53,13 @@ class Choice:
 @dataclass(frozen=True)
 class _Candidate:
     """A kernel that may serve, the ops for which it falls to references, those that no graph can hold, and whether its parts
-    are observed one by one."""
+    are observed one by one. picky: kernels before it that refused what the statics leave open."""
 
     kernel: Kernel
     falls: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
     observed: bool = False
+    picky: tuple[Kernel, ...] = ()
 
 
 @dataclass
@@ -83,6 +89,7 @@ class Dispatcher:
         if self.fallback not in FALLBACKS:
             raise BadCall(f"fallback must be {' or '.join(FALLBACKS)}, got {self.fallback!r}")
         self._offers: dict[str, list[Kernel]] = {}
+        self._bound: dict[tuple[str, str], Choice] = {}
         kernels = () if self.only_reference else tuple(self.backend.kernels(self.index))
         mistakes = tuple(one for kernel in kernels for one in _kernel_mistakes(kernel))
         if mistakes:
@@ -99,22 +106,68 @@ class Dispatcher:
         card = get_card(op)
         chosen, refused = self._choose(card, CallSpec(op, statics, self.batch_invariant))
         kernel = chosen.kernel
-        choice = Choice(op, role, kernel.provider, kernel.symbol, kernel.invariant, tuple(refused), chosen.eager)
-        frozen = self.choices.setdefault((op, role), choice)
+        eager = () if chosen.picky else chosen.eager
+        choice = Choice(op, role, kernel.provider, kernel.symbol, kernel.invariant, tuple(refused), eager)
+        frozen = self._bound.setdefault((op, role), choice)
         if (frozen.provider, frozen.symbol) != (choice.provider, choice.symbol):
             raise BadCall(
                 f"{op}: role {role!r} is bound to {frozen.symbol} already; give calls that need {choice.symbol} another role"
             )
-        self.fallbacks.update(chosen.falls)
-        call = kernel.fn
+        self.choices.setdefault((op, role), choice)
+        self.fallbacks.update(() if chosen.picky else chosen.falls)
+        call = self._late(card, role, chosen) if chosen.picky else kernel.fn
         if self.debug_checks:
             call = _checked(card, call)
         if self.observer is not None and not chosen.observed:
             call = _observed(card, call, self)
         return call
 
+    def _late(self, card: OpCard, role: str, chosen: _Candidate) -> LateCall:
+        """The call whose kernel its own statics decide. The table then has the kernels that really serve: under the role, and
+        under role #2, #3, ... where calls of one role differ."""
+        names: list[str] = []
+
+        def settled(kernel: Kernel, refused: list[str]) -> None:
+            last = kernel is chosen.kernel
+            eager = chosen.eager if last else () if kernel.capturable else (card.name,)
+            if any(self.choices[card.name, name].symbol == kernel.symbol for name in names):
+                return
+            names.append(f"{role} #{len(names) + 1}" if names else role)
+            facts = (kernel.provider, kernel.symbol, kernel.invariant, tuple(refused), eager)
+            self.choices[card.name, names[-1]] = Choice(card.name, names[-1], *facts)
+            self.fallbacks.update(chosen.falls if last else ())
+
+        picky = chosen.picky
+        if chosen.observed:  # the last resort's parts are observed, so the others must be as a whole
+            picky = tuple(dataclasses.replace(kernel, fn=_observed(card, kernel.fn, self)) for kernel in picky)
+        return LateCall(card, (*picky, chosen.kernel), self.batch_invariant, settled)
+
     def _choose(self, card: OpCard, spec: CallSpec) -> tuple[_Candidate, list[str]]:
         refused: list[str] = []
+        picky: list[Kernel] = []
+        for offer in self._by_priority(card, refused):
+            kernel = offer.kernel
+            answer = kernel.supports(spec)
+            if not isinstance(answer, (Yes, No)):
+                raise BackendContractError(f"{kernel.symbol}: supports() must answer Yes or No, got {answer!r}")
+            if self.batch_invariant and kernel.invariant != "yes":
+                answer = No(f"batch invariance is {kernel.invariant!r}")
+            elif isinstance(answer, No) and kernel.provider != "reference":
+                picky.append(kernel)
+            if isinstance(answer, Yes):
+                late = tuple(picky) if open_statics(card, spec.statics) else ()
+                return dataclasses.replace(offer, picky=late), refused
+            refused.append(f"{kernel.symbol}: {answer.reason}")
+        if picky and open_statics(card, spec.statics):
+            last = picky[-1]
+            return _Candidate(last, (), () if last.capturable else (card.name,), picky=tuple(picky)), refused
+        if self.fallback == "forbid" and not self.only_reference:
+            refused.append("the reference is not allowed to serve (fallback is forbidden)")
+        mode = " in batch-invariant mode" if self.batch_invariant else ""
+        raise Unsupported(f"no kernel of backend {self.backend.name!r} serves op {card.name!r}{mode}: " + "; ".join(refused))
+
+    def _by_priority(self, card: OpCard, refused: list[str]) -> list[_Candidate]:
+        """Every candidate for an op, the reference last."""
         offers = [
             _Candidate(kernel, eager=() if kernel.capturable else (card.name,)) for kernel in self._offers.get(card.name, ())
         ]
@@ -123,21 +176,7 @@ class Dispatcher:
         offers.sort(key=lambda offer: -offer.kernel.priority)
         if self.fallback == "allow" or self.only_reference:
             offers.append(_Candidate(reference_kernel(card), (card.name,), (card.name,)))
-        for offer in offers:
-            kernel = offer.kernel
-            answer = kernel.supports(spec)
-            if isinstance(answer, No):
-                refused.append(f"{kernel.symbol}: {answer.reason}")
-            elif not isinstance(answer, Yes):
-                raise BackendContractError(f"{kernel.symbol}: supports() must answer Yes or No, got {answer!r}")
-            elif self.batch_invariant and kernel.invariant != "yes":
-                refused.append(f"{kernel.symbol}: batch invariance is {kernel.invariant!r}")
-            else:
-                return offer, refused
-        if self.fallback == "forbid" and not self.only_reference:
-            refused.append("the reference is not allowed to serve (fallback is forbidden)")
-        mode = " in batch-invariant mode" if self.batch_invariant else ""
-        raise Unsupported(f"no kernel of backend {self.backend.name!r} serves op {card.name!r}{mode}: " + "; ".join(refused))
+        return offers
 
     def _from_parts(self, card: OpCard, refused: list[str]) -> _Candidate | None:
         """A composite's default decomposition over the backend's kernels; None where it has none for any part.
@@ -154,26 +193,37 @@ class Dispatcher:
                 return None
         kernels = {op: part.kernel for op, part in parts.items()}
         native = [kernel for kernel in kernels.values() if kernel.provider != "reference"]
+        native += [kernel for part in parts.values() for kernel in part.picky]
         if not native:
             return None
-        calls = {op: _checked(get_card(op), k.fn) if self.debug_checks else k.fn for op, k in kernels.items()}
         observed = self.observe_parts and self.observer is not None
-        if observed:
-            calls = {op: call if parts[op].observed else _observed(get_card(op), call, self) for op, call in calls.items()}
+        calls = {op: self._part_call(card, get_card(op), part, observed) for op, part in parts.items()}
         whole = Kernel(
             card.name,
             "+".join(sorted({kernel.provider for kernel in native})),
             functools.partial(card.reference, parts=SimpleNamespace(**calls)),
-            f"{card.name}({', '.join(kernel.symbol for kernel in kernels.values())})",
+            f"{card.name}({', '.join(_symbols(part) for part in parts.values())})",
             max((kernel.invariant for kernel in kernels.values()), key=INVARIANCE.index),
             priority=min(kernel.priority for kernel in native),
         )
-        falls, eager = (tuple(op for part in parts.values() for op in getattr(part, name)) for name in ("falls", "eager"))
+        settled = [part for part in parts.values() if not part.picky]
+        falls, eager = (tuple(op for part in settled for op in getattr(part, name)) for name in ("falls", "eager"))
         return _Candidate(whole, falls, eager, observed)
+
+    def _part_call(self, composite: OpCard, card: OpCard, part: _Candidate, observed: bool) -> Callable[..., None]:
+        call = self._late(card, f"in {composite.name}", part) if part.picky else part.kernel.fn
+        if self.debug_checks:
+            call = _checked(card, call)
+        return _observed(card, call, self) if observed and not part.observed else call
 
     def table(self) -> list[Choice]:
         """All choices made so far, by op and role; each prints as a sentence."""
         return [self.choices[key] for key in sorted(self.choices)]
+
+
+def _symbols(part: _Candidate) -> str:
+    """The kernels that may serve a part, in the order in which they are asked."""
+    return " | ".join(kernel.symbol for kernel in (*part.picky, part.kernel))
 
 
 def _kernel_mistakes(kernel: Kernel) -> list[str]:

@@ -14,10 +14,10 @@ from deepinfer_hal.backend import Backend
 from deepinfer_hal.card import Case, OpCard, all_cards
 from deepinfer_hal.conformance import CHECKS, run_op
 from deepinfer_hal.conformance.execute import first_with_rows
-from deepinfer_hal.conformance.statics import call_spec
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.errors import BadCall, DeepInferError, Unsupported
 from deepinfer_hal.kernel import Kernel
+from deepinfer_hal.statics import call_spec
 from deepinfer_hal.weights import prepare_canonical
 
 FALLS = "falls to the reference"

@@ -14,6 +14,7 @@ from deepinfer_hal.card import all_cards, get_card
 from deepinfer_hal.dispatch import Choice, Dispatcher
 from deepinfer_hal.errors import BackendContractError, BadCall, Unsupported
 from deepinfer_hal.kernel import Kernel, No, Yes
+from deepinfer_hal.statics import call_spec
 from deepinfer_hal.weights import prepare_canonical
 
 from tests.conformance.harness import run_case
@@ -116,6 +117,67 @@ class TestChoosing:
             dispatcher(fallback="alow")
 
 
+class TestWhatTheStaticsLeaveOpen:
+    """A kernel that serves some calls only is asked again with the call's own statics."""
+
+    def only(self, symbol, calls, priority=9, **wanted):
+        def supports(call):
+            got = {name: call.statics.get(name) for name in wanted}
+            return Yes() if got == wanted else No(f"{wanted} only, got {got}")
+
+        return kernel("linear", symbol, calls, priority=priority, supports=supports, capturable=True)
+
+    def test_is_decided_by_the_call_and_the_table_says_who_serves(self):
+        calls: list[str] = []
+        given = dispatcher(self.only("fp8", calls, weight="fp8_block32"), self.only("bf16", calls, priority=5, weight="bf16"))
+        bound = given.bind("linear", "wq_b", x="u8")
+        assert given.choices["linear", "wq_b"].symbol == "reference::linear" and not given.fallbacks
+        served = {"fp8_block32": "fp8", "bf16": "bf16"}
+        for case in get_card("linear").enumerate_cases():
+            args = get_card("linear").generate(case, 0, "cpu", prepare_canonical)
+            calls.clear()
+            bound(*args.values())
+            wanted = served.get(args["weight"].canonical().format)
+            assert calls == ([wanted] if wanted else [])
+        table = {one.role: one.symbol for one in given.table()}
+        assert set(table.values()) == {"fp8", "bf16", "reference::linear"} and len(table) == 3
+        assert {"wq_b", "wq_b #2", "wq_b #3"} == set(table) and given.fallbacks["linear"] == 1
+
+    def test_sizes_of_the_weight_are_known_then(self):
+        seen = {}
+
+        def supports(call):
+            seen.update(call.statics)
+            return No("never")
+
+        given = dispatcher(kernel("linear", "curious", priority=9, supports=supports), kernel("linear", "plain"))
+        args = first_case("linear")
+        given.bind("linear")(*args.values())
+        assert (seen["N"], seen["K"]) == tuple(args["weight"].shape) and "T" not in seen
+
+    def test_parts_of_a_composite_are_told_apart(self):
+        calls: list[str] = []
+        given = dispatcher(self.only("router", calls, weight="bf16"), self.only("dense", calls, weight="fp8_block32"))
+        given.bind("moe_layer")(*first_case("moe_layer").values())
+        assert calls == ["router", "dense", "dense"]
+        assert {one.symbol for one in given.table() if one.role.startswith("in moe_layer")} == {"router", "dense"}
+        assert "linear" not in given.fallbacks and "linear" not in given.choices["moe_layer", ""].eager
+
+    def test_known_statics_decide_at_once(self):
+        given = dispatcher(self.only("fp8", [], weight="fp8_block32"), kernel("linear", "plain"))
+        statics = call_spec(get_card("linear"), first_case("linear")).statics
+        assert given.bind("linear", **statics) is given.bind("linear", **statics)
+
+    def test_an_observer_sees_the_call_once(self):
+        seen: list[str] = []
+        given = dispatcher(
+            self.only("fp8", [], weight="fp8_block32"), kernel("linear", "plain"),
+            observer=lambda card, args, call: (seen.append(card.name), call()),
+        )  # fmt: skip
+        given.bind("linear")(*first_case("linear").values())
+        assert seen == ["linear"]
+
+
 class TestFallingToTheReference:
     def test_it_serves_and_is_counted_once_per_binding(self):
         given = dispatcher(kernel("rope", "k"))
@@ -127,9 +189,12 @@ class TestFallingToTheReference:
 
     def test_forbidden_it_is_an_error_that_names_op_backend_and_reasons(self):
         given = dispatcher(kernel("rope", "picky", supports=lambda call: No("not today")), fallback="forbid")
+        statics = call_spec(get_card("rope"), first_case("rope")).statics
         with pytest.raises(Unsupported, match=r"'offering'.*'rope'.*picky: not today.*fallback is forbidden"):
-            given.bind("rope")
+            given.bind("rope", **statics)
         assert not given.fallbacks and not given.choices
+        with pytest.raises(Unsupported, match="this call of op 'rope': picky: not today"):
+            given.bind("rope")(*first_case("rope").values())
 
     def test_only_reference_asks_the_backend_for_nothing(self):
         given = dispatcher(kernel("rope", "k"), only_reference=True)

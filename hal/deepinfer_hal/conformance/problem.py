@@ -122,7 +122,7 @@ class Problem:
     @functools.cached_property
     def spec(self) -> CallSpec:
         """What is static of this call, as a bound op would know it."""
-        from deepinfer_hal.conformance.statics import call_spec
+        from deepinfer_hal.statics import call_spec
 
         return call_spec(self.card, self.pristine, batch_invariant=self.kernel.invariant == "yes")
 

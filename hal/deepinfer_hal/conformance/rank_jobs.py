@@ -17,11 +17,11 @@ from deepinfer_hal.checks import check_call
 from deepinfer_hal.communicator import Communicator
 from deepinfer_hal.conformance.arena import bits
 from deepinfer_hal.conformance.rank_process import Rank
-from deepinfer_hal.conformance.statics import call_spec
 from deepinfer_hal.conformance.verdict import CheckFailed
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.errors import CommunicatorMismatch, CommunicatorTimeout
 from deepinfer_hal.ops import _common as c
+from deepinfer_hal.statics import call_spec
 
 TOKENS = (5, 0, 9, 2)
 """Valid rows of each rank: uneven, one without any."""

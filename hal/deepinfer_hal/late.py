@@ -1,0 +1,48 @@
+"""A bound call whose kernel is chosen when it is called, because what was known at binding did not decide.
+
+Parts of a composite are bound knowing nothing, and a caller need not know a weight's format. A kernel that serves some calls only
+must refuse such a binding; here it is asked again with the statics of the call itself, once for each kind of call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepinfer_hal.card import OpCard
+from deepinfer_hal.errors import BackendContractError, Unsupported
+from deepinfer_hal.kernel import Kernel, No, Yes
+from deepinfer_hal.statics import call_kind, call_spec
+
+Settled = Callable[[Kernel, list[str]], None]
+"""Told the kernel that serves a kind of call, and why others do not."""
+
+
+class LateCall:
+    """Calls the first kernel that answers Yes to the call at hand: `kernels` by priority, the last resort at the end."""
+
+    def __init__(self, card: OpCard, kernels: Sequence[Kernel], batch_invariant: bool, settled: Settled) -> None:
+        self.card, self.kernels, self.batch_invariant, self.settled = card, kernels, batch_invariant, settled
+        self._known: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __call__(self, *args: Any, **named: Any) -> None:
+        if named or len(args) != len(self.card.signature):
+            args = tuple(self.card.bind_args(args, named).values())
+        kind = call_kind(args)
+        call = self._known.get(kind)
+        if call is None:
+            call = self._known[kind] = self._choose(args)
+        call(*args)
+
+    def _choose(self, args: tuple[Any, ...]) -> Callable[..., None]:
+        spec = call_spec(self.card, dict(zip(self.card.arg_names, args, strict=True)), self.batch_invariant)
+        refused = []
+        for kernel in self.kernels:
+            answer = kernel.supports(spec)
+            if isinstance(answer, Yes):
+                self.settled(kernel, refused)
+                return kernel.fn
+            if not isinstance(answer, No):
+                raise BackendContractError(f"{kernel.symbol}: supports() must answer Yes or No, got {answer!r}")
+            refused.append(f"{kernel.symbol}: {answer.reason}")
+        raise Unsupported(f"no kernel serves this call of op {self.card.name!r}: " + "; ".join(refused))
