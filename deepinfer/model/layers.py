@@ -78,8 +78,9 @@ class Blocks:
         residual.pre = pre
         residual.pending = True
 
-    def feed_forward(self, moe: MoeWeights, is_draft: bool, views: Any) -> None:
-        """Router, routed experts and shared expert of views.x into views.y."""
+    def feed_forward(self, moe: MoeWeights, is_draft: bool, views: Any, count: torch.Tensor | None = None) -> None:
+        """Router, routed experts and shared expert of views.x into views.y. count: rows that are not padding, so that no
+        expert is read for a padded one."""
         text = self.text
         top_k = text.dspark_num_experts_per_tok if is_draft else text.num_experts_per_tok
         experts = moe.bias.shape[0]
@@ -88,7 +89,7 @@ class Blocks:
         codes, scales = (views.x_q, views.x_q_scale) if self.numerics.quantise_activations else (None, None)
         self.moe(
             views.x, codes, scales, moe.gate, moe.bias, moe.gate_up, moe.down, moe.shared_gate_up, moe.shared_down, top_k,
-            text.routed_scaling_factor, text.swiglu_limit, None, views.y, self.counts[experts],
+            text.routed_scaling_factor, text.swiglu_limit, count, views.y, self.counts[experts],
         )  # fmt: skip
 
     def run(
@@ -104,4 +105,4 @@ class Blocks:
             at_attention_input(topology.layer)
         attention(block, topology, meta, views)
         self.enter_site(block.ffn_site, residual, views)
-        self.feed_forward(block.moe, topology.is_draft, views)
+        self.feed_forward(block.moe, topology.is_draft, views, meta.count)

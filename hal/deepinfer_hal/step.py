@@ -13,6 +13,7 @@ StepMeta, device truth are its int32 tensors.
 | window_slots | [T] | window row that each token's key is stored to |
 | ring_slots | [T] | ring row of each token's key, -1 for tokens that later ones of the same step overwrite |
 | load_src, load_dst / save_src, save_dst | [n] | ring rows copied to the flat buffer before, and back after, attention |
+| count | [1] or None | token rows that are not padding, in a padded plan |
 | ratios[r] | RatioMeta | groups that this step completes, and visible rows, for compression ratio r |
 """
 
@@ -63,6 +64,7 @@ class StepMeta:
     save_src: Any
     save_dst: Any
     ratios: Mapping[int, RatioMeta] = field(default_factory=dict)
+    count: Any = None
 
     def to(self, upload: Callable[[np.ndarray], torch.Tensor]) -> StepMeta:
         """The same plan with every array passed through `upload` (host int32 array -> device tensor)."""
@@ -217,7 +219,8 @@ def pad_step(meta: StepMeta, *, requests: int, rows: int, columns: int, tokens: 
             padded(one.complete, groups), padded(one.positions, groups), padded(one.slots, groups),
             padded(one.visible, rows, value=0), tokens // ratio,
         )  # fmt: skip
-    fixed = {"num_rows": rows, "num_requests": requests, "ratios": ratios}
+    count = np.array([meta.num_rows], np.int32)
+    fixed = {"num_rows": rows, "num_requests": requests, "ratios": ratios, "count": count}
     return StepMeta(**{**vars(meta), **arrays, **fixed})
 
 

@@ -124,7 +124,7 @@ class TestPadding:
     def test_keeps_the_plan_and_adds_rows_that_no_op_touches(self):
         plan = self.plan([1, 4], [200, 7])
         padded = pad_step(plan, requests=4, rows=8, columns=3, tokens=384)
-        assert (padded.num_requests, padded.num_rows) == (4, 8)
+        assert (padded.num_requests, padded.num_rows, padded.count.tolist()) == (4, 8, [5])
         for name in ("positions", "row_to_req", "window_slots", "ring_slots"):
             assert getattr(padded, name)[:5].tolist() == getattr(plan, name).tolist()
             assert (getattr(padded, name)[5:] == -1).all()

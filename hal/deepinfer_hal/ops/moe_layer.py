@@ -50,14 +50,14 @@ def moe_layer(
 
     The router reads x; experts read the codes if given, and then quantise their mid activation too.
     """
-    n, hidden = c.valid_rows(count, x.shape[0]), x.shape[1]
+    n, hidden = x.shape
     experts, width = gate.shape[0], down.shape[2]
     new, stream = x.new_empty, out.dtype
     logits = new((n, experts), dtype=c.work_dtype(x))
     ids, weights = new((n, k), dtype=torch.int32), new((n, k), dtype=c.work_dtype(x))
-    parts.linear(x[:n], None, gate, None, logits, None)
-    parts.route_topk(logits, bias, k, scaling, None, None, ids, weights, counts)
-    dense, scales = (x[:n], None) if x_codes is None else (x_codes[:n], x_scales[:n])
+    parts.linear(x, None, gate, count, logits, None)
+    parts.route_topk(logits, bias, k, scaling, None, count, ids, weights, counts)
+    dense, scales = (x, None) if x_codes is None else (x_codes, x_scales)
 
     def room(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if x_codes is None:
@@ -66,7 +66,7 @@ def moe_layer(
 
     rows, row_scales = room(n * k, hidden)
     offsets, source, inverse = (new(size, dtype=torch.int32) for size in ((experts + 1,), (n * k,), (n, k)))
-    parts.permute(dense, scales, ids, experts, None, rows, row_scales, offsets, source, inverse)
+    parts.permute(dense, scales, ids, experts, count, rows, row_scales, offsets, source, inverse)
     mid, (active, active_scales) = new((n * k, 2 * width), dtype=stream), room(n * k, width)
     parts.grouped_gemm(rows, row_scales, gate_up, offsets, mid, None)
     parts.swiglu_quantise(mid, weights.view(-1), source, limit, offsets[experts:], active, active_scales)
@@ -75,10 +75,10 @@ def moe_layer(
     shared_width = shared_down.shape[1]
     mid, (active, active_scales) = new((n, 2 * shared_width), dtype=stream), room(n, shared_width)
     shared_out = new((n, hidden), dtype=stream)
-    parts.linear(dense, scales, shared_gate_up, None, mid, None)
-    parts.swiglu_quantise(mid, None, None, limit, None, active, active_scales)
-    parts.linear(active, active_scales, shared_down, None, shared_out, None)
-    parts.unpermute(expert_out, inverse, shared_out, None, out[:n])
+    parts.linear(dense, scales, shared_gate_up, count, mid, None)
+    parts.swiglu_quantise(mid, None, None, limit, count, active, active_scales)
+    parts.linear(active, active_scales, shared_down, count, shared_out, None)
+    parts.unpermute(expert_out, inverse, shared_out, count, out)
 
 
 def _cases() -> list[Case]:
