@@ -21,6 +21,7 @@ from deepinfer.runner.graphs import StepGraphs
 from deepinfer.runner.load import Loaded, load
 from deepinfer.runner.sampler import SampledStep, Sampler
 from deepinfer.runner.staging import Staging
+from deepinfer.runner.warm_up import run_eager_steps
 
 
 @dataclass
@@ -85,17 +86,18 @@ class Runner:
         return self.staging.upload([array])[0]
 
     def warm_up(self) -> None:
-        """Captures the decode steps of every padded size, where the backend can and the settings allow it. Call it once,
-        before the first step; `graphs` then tells what there is."""
+        """Before the first step: captures the decode steps of every padded size, where the backend can and the settings allow
+        it, and runs prefills of all sizes on a device that may compile kernels at their first launch. `graphs` then tells
+        what there is."""
         loaded, sizes = self.loaded, self.loaded.sizes
-        slot = None
-        if loaded.backend.capabilities(loaded.device_index).graphs and not loaded.config.enforce_eager:
+        capabilities = loaded.backend.capabilities(loaded.device_index)
+        if capabilities.graphs and not loaded.config.enforce_eager:
+            shapes = graph_shapes(min(sizes.num_slots, loaded.config.max_num_seqs), sizes.max_model_len)
             slot = loaded.backend.graphs(loaded.device_index)
-        if slot is None:
-            return
-        shapes = graph_shapes(min(sizes.num_slots, loaded.config.max_num_seqs), sizes.max_model_len)
-        self.graphs = StepGraphs(self.network, slot, self.staging, shapes, loaded.dispatcher)
-        self.graphs.warm_up()
+            self.graphs = StepGraphs(self.network, slot, self.staging, shapes, loaded.dispatcher)
+            self.graphs.warm_up()
+        if not capabilities.synchronous:
+            run_eager_steps(self)
 
     def plan(self, cu_q: np.ndarray, starts: np.ndarray, slots: np.ndarray, block_tables: np.ndarray) -> StepMeta:
         """Step arrays of R requests, on the device."""

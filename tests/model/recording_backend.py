@@ -101,12 +101,12 @@ class RecordingBackend(CpuBackend):
 
     name = "recording"
 
-    def __init__(self, waiting: frozenset[str] = frozenset()) -> None:
-        self._tape, self._waiting = Tape(), waiting
+    def __init__(self, waiting: frozenset[str] = frozenset(), synchronous: bool = True) -> None:
+        self._tape, self._waiting, self._synchronous = Tape(), waiting, synchronous
         self._slot = RecordingGraphs(self._tape)
 
     def capabilities(self, index: int) -> Capabilities:
-        return dataclasses.replace(super().capabilities(index), graphs=True)
+        return dataclasses.replace(super().capabilities(index), graphs=True, synchronous=self._synchronous)
 
     def graphs(self, index: int) -> RecordingGraphs:
         return self._slot

@@ -13,8 +13,10 @@ from recording_backend import RecordingBackend
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli.check import check_command, run_check
+from deepinfer.config import EngineConfig
 from deepinfer.model.graph_plan import GraphShape, capture_sizes, graph_shapes, token_limits
 from deepinfer.runner import load as loading
+from deepinfer.runner.runner import Runner
 
 PROMPTS = [[5, 9, 14], list(range(20, 170)), [7] * 40, [3, 1, 4, 1, 5], [600, 601, 602]]
 LENGTHS = [12, 5, 9, 12, 3]
@@ -80,6 +82,33 @@ class TestAnOpThatWaits:
     def test_matters_only_if_the_step_calls_it(self, monkeypatch, eager):
         told, graphs = generate(monkeypatch, RecordingBackend(waiting=frozenset({"draft_attention", "mask_logits", "sample"})))
         assert told == eager and graphs.reason is None and graphs.count
+
+
+class TestWarmUp:
+    def test_runs_every_prefill_size_and_touches_no_state(self, monkeypatch):
+        monkeypatch.setattr(loading, "open_backend", lambda name: (RecordingBackend(synchronous=False), 0))
+        config = EngineConfig.create(
+            model=str(nano_folder("random")), backend="recording", max_model_len=512, max_num_seqs=3, max_num_batched_tokens=300
+        )
+        runner = Runner.from_config(config)
+        state = runner.state
+        tensors = [state.windows, state.blocks, state.history, *state.carry.values()]
+        for tensor in tensors:
+            tensor.fill_(3)
+        rows = []
+        forward = runner.network.forward
+        monkeypatch.setattr(runner.network, "forward", lambda meta: (rows.append((meta.num_rows, meta.flat)), forward(meta))[1])
+        runner.warm_up()
+        assert rows[-6:] == [(1, False), (4, False), (16, True), (64, True), (256, True), (300, True)]
+        assert all((tensor == 3).all() for tensor in tensors)
+
+    def test_leaves_a_device_that_compiles_nothing_alone(self, monkeypatch, eager):
+        ran = []
+        monkeypatch.setattr("deepinfer.runner.runner.run_eager_steps", ran.append)
+        assert generate(monkeypatch, RecordingBackend())[0] == eager and not ran
+
+    def test_changes_no_bits(self, monkeypatch, eager):
+        assert generate(monkeypatch, RecordingBackend(synchronous=False))[0] == eager
 
 
 class TestPlannedSizes:
