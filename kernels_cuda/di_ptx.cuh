@@ -49,6 +49,18 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
   }
 }
 
+// The same by address in shared memory, for loops that count barriers by their addresses.
+__device__ __forceinline__ void mbarrier_arrive_at(uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait_at(uint32_t address, uint32_t parity) {
+  uint32_t done = 0;
+  while (done == 0)
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(address), "r"(parity) : "memory");
+}
+
 // As mbarrier_wait, and what other blocks of the cluster wrote before they arrived is seen.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
@@ -144,6 +156,18 @@ __device__ __forceinline__ void async_copy_wait() {
 // The barrier gets this thread's arrival once its earlier async copies have landed (its count includes that arrival).
 __device__ __forceinline__ void async_copy_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Shared memory by address.
+__device__ __forceinline__ uint4 load_shared16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared4(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
 }
 
 // 16 bytes that are read once: not kept in L1, first to leave L2.

@@ -14,13 +14,15 @@ from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo, MemoryInfo
 from deepinfer_hal.communicator import Communicator
 from deepinfer_hal.errors import BackendUnavailable
 from deepinfer_hal.kernel import Kernel
+from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
-from deepinfer_cuda import error_words, gpu, native_library, runtime
+from deepinfer_cuda import error_words, gpu, native_library, runtime, weights
 from deepinfer_cuda.kernel_sources import package_digest
 
 
 class CudaBackend(Backend):
-    """Devices 0, 1, ... as torch.cuda counts them. Weights keep the checkpoint's layout, which the kernels read."""
+    """Devices 0, 1, ... as torch.cuda counts them. Weights keep the checkpoint's layout, but for FP4 experts where the CUDA C++
+    kernels run (weights.py); those have as many bytes."""
 
     name = "cuda"
 
@@ -48,6 +50,12 @@ class CudaBackend(Backend):
         from deepinfer_cuda.kernels import kernels_of
 
         return kernels_of(gpu.gpu_of(index))
+
+    def prepare_weight(self, index: int, role: str, canonical: CanonicalWeight) -> WeightHandle:
+        kept = super().prepare_weight(index, role, canonical)
+        if not weights.is_packed(role, canonical.format, canonical.shape) or not _has_native_kernels(gpu.gpu_of(index)):
+            return kept
+        return weights.prepare(role, kept.canonical())
 
     def communicator(self, index: int) -> type[Communicator] | None:
         from deepinfer_cuda.nccl import NcclCommunicator
@@ -115,10 +123,13 @@ def _triton_sources() -> str:
     return package_digest(Path(deepinfer_triton.__file__).parent)
 
 
+def _has_native_kernels(one: gpu.Gpu) -> bool:
+    return one.capability == native_library.CAPABILITY and native_library.part().ok
+
+
 def _details(one: gpu.Gpu) -> dict[str, str]:
     lacking = gpu.missing_for_kernels(one)
-    native = one.capability == native_library.CAPABILITY and native_library.part().ok
-    offered = [*(["CUDA C++"] if native else []), *([] if lacking else ["Triton"])]
+    offered = [*(["CUDA C++"] if _has_native_kernels(one) else []), *([] if lacking else ["Triton"])]
     return {
         "state": "written", "capability": "{}.{}".format(*one.capability), "multiprocessors": str(one.multiprocessors),
         "cuda": str(torch.version.cuda), "triton": gpu.triton_version() or "none",

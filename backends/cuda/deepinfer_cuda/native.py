@@ -8,6 +8,7 @@ import torch
 from deepinfer_hal.c_abi import CLibrary
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 
+from deepinfer_cuda import weights
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
 
 WORKSPACE_BYTES = 64 << 20
@@ -31,7 +32,10 @@ class Workspaces:
 @functools.cache
 def library(device: torch.device) -> CLibrary:
     """The library bound to a device: calls go to the stream that is current there."""
-    return CLibrary(LIBRARY, stream=lambda: torch.cuda.current_stream(device).cuda_stream, workspace=Workspaces(device))
+    return CLibrary(
+        LIBRARY, stream=lambda: torch.cuda.current_stream(device).cuda_stream, pack_weight=weights.pack_weight,
+        workspace=Workspaces(device),
+    )  # fmt: skip
 
 
 def kernels(capability: tuple[int, int], device: torch.device) -> list[Kernel]:
@@ -48,5 +52,17 @@ def supports(call: CallSpec) -> Yes | No:
     return answer(call) if answer else No(f"nothing is known of {call.op}")
 
 
-_SUPPORTS = {}
+def _grouped_gemm(call: CallSpec) -> Yes | No:
+    """It serves every call, but what is not FP4 experts by an FP32 product at a time, where the portable kernel has tiles."""
+    known = call.statics
+    if known.get("weight") not in (None, "fp4_row32"):
+        return No(f"it has matrix tiles for fp4_row32 experts alone, not for {known['weight']}")
+    if known.get("x") == "f32" or known.get("out") == "u8":
+        return No("it has matrix tiles for x of bf16 or codes and out of bf16 or f32")
+    if known.get("N", 0) % weights.GRANULE:
+        return No(f"it has matrix tiles for N of multiples of {weights.GRANULE}, not for {known['N']}")
+    return Yes()
+
+
+_SUPPORTS = {"grouped_gemm": _grouped_gemm}
 """By op: its answer. An op without one is not offered."""

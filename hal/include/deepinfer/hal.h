@@ -34,8 +34,16 @@ typedef enum di_dtype { DI_NONE = 0, DI_F32 = 1, DI_BF16 = 2, DI_U8 = 3, DI_I32 
  * DI_LAYOUT_STRIDED: as shape and strides say.
  * DI_LAYOUT_PANEL16: float32 [..., ceil(N / 16), K, 16], rows past N zero; stride[0] of a stacked weight is the number of
  *                    elements between two of its matrices.
- * DI_LAYOUT_CUBE_FP8, _FP4: quantised weights in the fractals of an Ascend cube core (deepinfer_ascend/weights.py). */
-typedef enum di_layout { DI_LAYOUT_STRIDED = 0, DI_LAYOUT_PANEL16 = 1, DI_LAYOUT_CUBE_FP8 = 2, DI_LAYOUT_CUBE_FP4 = 3 } di_layout;
+ * DI_LAYOUT_CUBE_FP8, _FP4: quantised weights in the fractals of an Ascend cube core (deepinfer_ascend/weights.py).
+ * DI_LAYOUT_WGMMA_FP4: FP4 weights with their scales as fragments of Hopper's matrix instruction (deepinfer_cuda/weights.py);
+ *                      the scales are inside the values. */
+typedef enum di_layout {
+  DI_LAYOUT_STRIDED = 0,
+  DI_LAYOUT_PANEL16 = 1,
+  DI_LAYOUT_CUBE_FP8 = 2,
+  DI_LAYOUT_CUBE_FP4 = 3,
+  DI_LAYOUT_WGMMA_FP4 = 4
+} di_layout;
 
 /* Quantised row formats, in the order of deepinfer_hal.formats. */
 typedef enum di_format { DI_FP8_32 = 1, DI_FP4_16 = 2, DI_MXFP4_32 = 3, DI_ROW_F32 = 4 } di_format;

@@ -1,0 +1,49 @@
+// fp8_32 in registers: e4m3 codes to BF16 with their scale folded in, and FP32 groups to codes.
+//
+// A code times a power of two is exact in BF16. Four codes of one 32-bit word become two registers of two BF16 each: the even
+// bytes (codes 0 and 2) and the odd bytes (codes 1 and 3). Operands of one product must pair their columns alike.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <stdint.h>
+
+namespace di {
+
+// Both halves times `factor`, exactly.
+__device__ __forceinline__ uint32_t scale_bf16x2(uint32_t pair, uint32_t factor) {
+  uint32_t scaled;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(pair), "r"(factor));
+  return scaled;
+}
+
+// A code's exponent and mantissa, put at the same place of a BF16, read as its value times 2^-120 (subnormals too).
+__device__ __forceinline__ uint32_t even_codes(uint32_t word) {
+  return ((word << 4) & 0x07F007F0u) | ((word << 8) & 0x80008000u);
+}
+__device__ __forceinline__ uint32_t odd_codes(uint32_t word) { return ((word >> 4) & 0x07F007F0u) | (word & 0x80008000u); }
+
+// The BF16 pair 2^(scale - 127 + 120 - offset) of a ue8m0 code: what makes values times 2^-offset of even_codes and odd_codes.
+// NaN for code 255 and where the factor would leave BF16 (scale - 127 > 7 + offset): such a row is NaN rather than wrong.
+template <int offset>
+__device__ __forceinline__ uint32_t code_factor(uint32_t scale) {
+  static_assert(offset >= 0 && offset <= 120);
+  return scale > 134u + offset ? 0x7FFF7FFFu : (scale + 120u - offset) * 0x00800080u;
+}
+
+// ue8m0 code of a group with largest magnitude `amax`: the smallest power of two s with max(amax, 1e-4) / 448 <= s; 255 if
+// amax is not finite.
+__device__ __forceinline__ uint32_t fp8_scale(float amax) {
+  const uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-4f), 448.0f));
+  const uint32_t code = (bits >> 23) + ((bits & 0x7FFFFFu) != 0);
+  return __float_as_uint(amax) >= 0x7F800000u ? 255u : code;
+}
+
+// e4m3 codes of two values divided by the scale; `low` in the low byte. Zeros for scale 255.
+__device__ __forceinline__ uint32_t fp8_pair(float low, float high, uint32_t scale) {
+  const float inverse = __uint_as_float((254u - min(scale, 254u)) << 23);
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high * inverse), "f"(low * inverse));
+  return scale == 255u ? 0u : pair;
+}
+
+}  // namespace di
