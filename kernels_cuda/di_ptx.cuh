@@ -105,6 +105,10 @@ __device__ __forceinline__ void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
+// Programmatic launches: this kernel's successor may start, and this kernel's predecessor has ended and its writes are seen.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- copies from global to shared memory that complete on a barrier
 
 // `bytes`, both addresses: multiples of 16.

@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 
 #include "di_launch.cuh"
+#include "di_ptx.cuh"
 
 namespace di {
 
@@ -19,9 +20,11 @@ __device__ __forceinline__ float scale_value(uint32_t code) {
   return code == 255 ? __int_as_float(0x7FFFFFFF) : code == 0 ? __int_as_float(0x00400000) : __int_as_float(code << 23);
 }
 
-// One thread for 16 codes. to: [rows, pitch]; columns: a multiple of 32.
+// One thread for 16 codes. The kernel that reads the rows may start early, and waits for them itself.
+// to: [rows, pitch]; columns: a multiple of 32.
 __global__ void __launch_bounds__(256) expand_rows_fp8(const uint8_t* codes, int64_t codes_pitch, const uint8_t* scales, int64_t scales_pitch,
                                                        __nv_bfloat16* to, int64_t pitch, int rows, int columns) {
+  launch_dependents();
   const int pieces = columns / 16;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (index >= static_cast<int64_t>(rows) * pieces) return;

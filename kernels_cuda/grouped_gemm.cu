@@ -9,31 +9,38 @@ namespace {
 enum Argument { kX, kXScale, kValues, kScales, kOffsets, kOut, kOutScale, kArguments };
 
 template <int tile, int stages, typename Out>
-int launch(const GroupedMaps& maps, const GroupedShape& shape, cudaStream_t stream, di_error* e) {
+int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expansion, cudaStream_t stream, di_error* e) {
   constexpr auto kernel = grouped_gemm_fp4<tile, stages, Out>;
   constexpr int kBytes = GroupedShared<tile, stages>::kBytes;
   if (allow_shared<kernel>(kBytes) != cudaSuccess) return refuse(e, DI_FAILED, "%d bytes of shared memory were refused", kBytes);
-  kernel<<<multiprocessors(), kGroupedThreads, kBytes, stream>>>(maps, shape);
+  cudaLaunchAttribute early{};  // it may start while the rows are expanded, and waits for them before it reads them
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = multiprocessors(), config.blockDim = kGroupedThreads, config.dynamicSmemBytes = kBytes, config.stream = stream;
+  config.attrs = &early, config.numAttrs = after_expansion;
+  cudaLaunchKernelEx(&config, kernel, maps, shape);
   return finish(e, "grouped_gemm_fp4");
 }
 
 // The tokens of the instruction follow the rows that an expert has on average; bits do not depend on them.
 template <typename Out>
-int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t average, cudaStream_t stream, di_error* e) {
-  if (average <= 16) return launch<16, 10, Out>(maps, shape, stream, e);
-  if (average <= 32) return launch<32, 8, Out>(maps, shape, stream, e);
-  if (average <= 64) return launch<64, 6, Out>(maps, shape, stream, e);
-  return launch<128, 4, Out>(maps, shape, stream, e);
+int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t average, bool after_expansion, cudaStream_t stream, di_error* e) {
+  if (average <= 16) return launch<16, 10, Out>(maps, shape, after_expansion, stream, e);
+  if (average <= 32) return launch<32, 8, Out>(maps, shape, after_expansion, stream, e);
+  if (average <= 64) return launch<64, 6, Out>(maps, shape, after_expansion, stream, e);
+  return launch<128, 4, Out>(maps, shape, after_expansion, stream, e);
 }
 
-int launch_rows(const void* x, int64_t pitch_bytes, int depth, int64_t average, bool floats, const GroupedShape& shape, cudaStream_t stream,
-                di_error* e) {
+int launch_rows(const void* x, int64_t pitch_bytes, int depth, int64_t average, bool floats, bool after_expansion,
+                const GroupedShape& shape, cudaStream_t stream, di_error* e) {
   GroupedMaps maps;
   for (int i = 0; i < 5; ++i)
     if (!matrix_map(&maps.tokens[i], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x, shape.last_row - shape.first_row, depth, pitch_bytes, 8 << i, 64,
                     CU_TENSOR_MAP_SWIZZLE_128B))
       return refuse(e, DI_FAILED, "the driver refused a tensor map of x [%d, %d]", shape.last_row - shape.first_row, depth);
-  return floats ? launch_tile<float>(maps, shape, average, stream, e) : launch_tile<__nv_bfloat16>(maps, shape, average, stream, e);
+  return floats ? launch_tile<float>(maps, shape, average, after_expansion, stream, e)
+                : launch_tile<__nv_bfloat16>(maps, shape, average, after_expansion, stream, e);
 }
 
 // Codes are expanded into the workspace, as many rows at a time as fit; BF16 rows are read where they are.
@@ -44,7 +51,7 @@ int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* w
   const bool floats = out.dtype == DI_F32;
   GroupedShape shape{data<uint8_t>(w), data<int>(t[kOffsets]), out.data, out.stride[0], experts,
                      features / kGranuleRows, depth / kBlockK, features, 0, rows};
-  if (x.dtype == DI_BF16) return launch_rows(x.data, x.stride[0] * 2, depth, average, floats, shape, stream, e);
+  if (x.dtype == DI_BF16) return launch_rows(x.data, x.stride[0] * 2, depth, average, floats, false, shape, stream, e);
   const int64_t row_bytes = depth * 2, most = static_cast<int64_t>(ws_bytes) / row_bytes;
   if (most < 1) return refuse(e, DI_FAILED, "a workspace of %zu bytes holds no row of %lld", ws_bytes, static_cast<long long>(row_bytes));
   for (int first = 0; first < rows; first = shape.last_row) {
@@ -54,7 +61,7 @@ int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* w
         data<uint8_t>(x) + first * x.stride[0], x.stride[0], data<uint8_t>(t[kXScale]) + first * t[kXScale].stride[0], t[kXScale].stride[0],
         static_cast<__nv_bfloat16*>(ws), depth, count, depth);
     shape.first_row = first, shape.last_row = first + count;
-    const int status = launch_rows(ws, row_bytes, depth, average, floats, shape, stream, e);
+    const int status = launch_rows(ws, row_bytes, depth, average, floats, true, shape, stream, e);
     if (status != DI_OK) return status;
   }
   return finish(e, "expand_rows_fp8");

@@ -173,36 +173,61 @@ __device__ __forceinline__ void consume(const GroupedShape& shape, const Grouped
   store_tile<tile>(d, static_cast<Out*>(shape.out) + step.row * shape.out_pitch, shape.out_pitch, feature, shape.features, step.tokens);
 }
 
-// The producer: copies the stages of the block's steps. The slot of a step's first stage also says which step it is; a step
-// without granules ends the block.
+// Copies the stages of the block's steps: its one producing thread.
 template <int tile, int stages>
-__device__ __forceinline__ void produce(const GroupedMaps& maps, const GroupedShape& shape, const GroupedPlan& plan, uint8_t* room,
-                                        GroupedStep* steps, uint64_t* full_barriers, Ring& ring) {
+struct Producer {
   using Shared = GroupedShared<tile, stages>;
-  GroupedWalk<tile> walk;
-  GroupedStep step;
-  while (walk.next(plan, shape.experts, shape.granules, step)) {
-    const uint64_t once = evict_first_policy();
-    const int granule_pitch = shape.k_blocks * kGranuleBytes, token_bytes = (8 << step.width) * 128;
-    const uint8_t* from = shape.weights + (static_cast<int64_t>(step.expert) * shape.granules + step.granule) * granule_pitch;
-    for (int k = 0; k < shape.k_blocks; ++k, from += kGranuleBytes) {
-      mbarrier_wait_at(ring.empty + 8 * ring.slot, ring.phase ^ 1);
-      uint8_t* stage = room + ring.slot * Shared::kStageBytes;
-      uint64_t* full = full_barriers + ring.slot;
-      if (k == 0) steps[ring.slot] = step;
-      mbarrier_arrive_expect(full, step.granules * kGranuleBytes + 2 * token_bytes);
-      for (int g = 0; g < step.granules; ++g)
-        bulk_copy_hint(stage + Shared::kTokenBytes + g * kGranuleBytes, from + g * granule_pitch, kGranuleBytes, full, once);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        tensor_copy(stage + half * tile * 128, &maps.tokens[step.width], k * kBlockK + half * 64, step.row - shape.first_row, full);
-      ring.template advance<stages>();
-    }
+  const GroupedMaps& maps;
+  const GroupedShape& shape;
+  uint8_t* room;
+  uint64_t* full;
+
+  __device__ __forceinline__ void copy_weights(const GroupedStep& step, int k, int slot, uint64_t policy) const {
+    const int pitch = shape.k_blocks * kGranuleBytes;
+    const uint8_t* from = shape.weights + (static_cast<int64_t>(step.expert) * shape.granules + step.granule) * pitch + k * kGranuleBytes;
+    uint8_t* to = room + slot * Shared::kStageBytes + Shared::kTokenBytes;
+    mbarrier_arrive_expect(full + slot, step.granules * kGranuleBytes + (8 << step.width) * kBlockK * 2);
+    for (int g = 0; g < step.granules; ++g) bulk_copy_hint(to + g * kGranuleBytes, from + static_cast<int64_t>(g) * pitch, kGranuleBytes, full + slot, policy);
   }
-  mbarrier_wait_at(ring.empty + 8 * ring.slot, ring.phase ^ 1);
-  steps[ring.slot].granules = 0;
-  mbarrier_arrive(full_barriers + ring.slot);
-}
+
+  __device__ __forceinline__ void copy_tokens(const GroupedStep& step, int k, int slot) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      tensor_copy(room + slot * Shared::kStageBytes + half * tile * 128, &maps.tokens[step.width], k * kBlockK + half * 64,
+                  step.row - shape.first_row, full + slot);
+  }
+
+  // The slot of a step's first stage also says which step it is; a step without granules ends the block. The first weights are
+  // on their way before the kernel that expands the tokens has ended.
+  __device__ __forceinline__ void run(const GroupedPlan& plan, GroupedStep* steps, Ring& ring) const {
+    const uint64_t once = evict_first_policy();
+    GroupedWalk<tile> walk;
+    GroupedStep step;
+    bool first = true;
+    while (walk.next(plan, shape.experts, shape.granules, step)) {
+      const int early = first ? min(stages, shape.k_blocks) : 0;
+      if (first) {
+        steps[0] = step;
+        for (int k = 0; k < early; ++k) copy_weights(step, k, k, once);
+        wait_for_predecessor();
+        first = false;
+      }
+      for (int k = 0; k < shape.k_blocks; ++k) {
+        if (k >= early) {
+          mbarrier_wait_at(ring.empty + 8 * ring.slot, ring.phase ^ 1);
+          if (k == 0) steps[ring.slot] = step;
+          copy_weights(step, k, ring.slot, once);
+        }
+        copy_tokens(step, k, ring.slot);
+        ring.template advance<stages>();
+      }
+    }
+    wait_for_predecessor();  // a block without steps does not end before it either
+    mbarrier_wait_at(ring.empty + 8 * ring.slot, ring.phase ^ 1);
+    steps[ring.slot].granules = 0;
+    mbarrier_arrive(full + ring.slot);
+  }
+};
 
 template <int tile, int stages, typename Out>
 __global__ void __launch_bounds__(kGroupedThreads, 1) grouped_gemm_fp4(const __grid_constant__ GroupedMaps maps, const GroupedShape shape) {
@@ -219,7 +244,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1) grouped_gemm_fp4(const __g
   make_plan<tile>(plan, shape);
   if (threadIdx.x >= 32 * kConsumerWarps) {
     registers_down<kProducerRegisters>();
-    if (threadIdx.x == 32 * kConsumerWarps) produce<tile, stages>(maps, shape, plan, room, steps, full, ring);
+    if (threadIdx.x == 32 * kConsumerWarps) Producer<tile, stages>{maps, shape, room, full}.run(plan, steps, ring);
   } else {
     registers_up<kConsumerRegisters>();
     for (;;) {
