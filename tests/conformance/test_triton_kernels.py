@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepinfer_hal import formats
 from deepinfer_hal.card import Case, get_card
+from deepinfer_hal.errors import BadCall
 from deepinfer_hal.weights import prepare_canonical
 from harness import assert_row_independent, case_id, cases_of, run_case
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,6 +113,23 @@ def test_every_code_and_scale_reads_back_as_the_value_that_it_has(format):
     want = formats.dequantise(codes, scales, format)
     assert torch.equal(out.view(torch.int32)[~want.isnan()], want.view(torch.int32)[~want.isnan()])
     assert out[want.isnan()].isnan().all()
+
+
+@pytest.mark.parametrize("op", ["quantise", "dequantise"])
+def test_a_row_format_that_does_not_exist_is_refused_in_words(op):
+    case = next(case for case in get_card(op).enumerate_cases() if case.params["T"])
+    args = {**get_card(op).generate(case, 0, "cpu", prepare_canonical), "format": "no_such_name"}
+    with pytest.raises(BadCall, match=f"{op}: format 'no_such_name' is not one of fp8_32"):
+        KERNELS[op].fn(*args.values())
+
+
+def test_an_index_score_of_a_query_with_nan_is_nan():
+    case = Case("score_index", dict(requests="5+2", heads=4, d=128, q="dense", format="f32", block_rows=64, dtype="f32", ratio=2))
+    args = get_card("score_index").generate(case, 0, "cpu", prepare_canonical)
+    args["q"][1, 2, 7] = float("nan")
+    KERNELS["score_index"].fn(*args.values())
+    seen = int(args["visible"][1])
+    assert args["scores"][1, :seen].isnan().all() and args["scores"][0, : int(args["visible"][0])].isfinite().all()
 
 
 def test_every_kernel_states_its_invariance_and_a_symbol_that_names_the_target():

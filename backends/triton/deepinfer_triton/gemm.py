@@ -61,11 +61,13 @@ def multiply_scaled(
 def product_tile(
     x, x_scale, stride, t, valid, values, scales, n,
     N: tl.constexpr, K: tl.constexpr, FEATURES: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-    FORMAT: tl.constexpr, DOT: tl.constexpr, SCALES_ROW: tl.constexpr = None,
+    FORMAT: tl.constexpr, DOT: tl.constexpr, SCALES_ROW: tl.constexpr = None, PRECISE: tl.constexpr = False,
 ):  # fmt: skip
     """float32 [FEATURES, TOKENS]: rows n of a matrix [N, K] times activation rows t.
 
-    SCALES_ROW: scales in a whole row of x, where K columns are only a part of it.
+    SCALES_ROW: scales in a whole row of x, where K columns are only a part of it. PRECISE: the result keeps all bits of
+    the sum, so steps of DEPTH are added up outside the matrix unit. Hopper's cuts what it adds instead of rounding, always
+    towards zero, which over K = 5120 is twice what the card allows a float32 result.
     """
     PITCH: tl.constexpr = K // 32 if SCALES_ROW is None else SCALES_ROW
     acc = tl.zeros([FEATURES, TOKENS], tl.float32)
@@ -78,7 +80,10 @@ def product_tile(
             w = load_weight_tile(values, scales, n, k_start, N, K, FEATURES, DEPTH, FORMAT)
             rows = load_activation_tile(x, x_scale, stride, t, valid, k_start, K, PITCH, TOKENS, DEPTH)
             if DOT == "bf16":
-                acc = tl.dot(w.to(tl.bfloat16), tl.trans(rows.to(tl.bfloat16)), acc)
+                if PRECISE:  # an addition would be folded back into the product, fma is not
+                    acc = tl.fma(tl.dot(w.to(tl.bfloat16), tl.trans(rows.to(tl.bfloat16))), 1.0, acc)
+                else:
+                    acc = tl.dot(w.to(tl.bfloat16), tl.trans(rows.to(tl.bfloat16)), acc)
             else:
                 acc = tl.dot(w, tl.trans(rows), acc, input_precision="ieee")
     return acc

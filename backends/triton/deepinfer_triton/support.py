@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from deepinfer_hal.errors import BadCall
+from deepinfer_hal.formats import GROUP_SIZE
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 
 from deepinfer_triton.targets import Target
@@ -47,6 +49,13 @@ def offer(
         )
 
     return make
+
+
+def group_size(op: str, format: str) -> int:
+    """Values that share a scale in a row format. BadCall for a format that does not exist."""
+    if format not in GROUP_SIZE:
+        raise BadCall(f"{op}: format {format!r} is not one of {', '.join(GROUP_SIZE)}")
+    return GROUP_SIZE[format]
 
 
 def serves(**known: tuple[Any, ...]) -> Supports:

@@ -9,7 +9,7 @@ from deepinfer_hal.formats import GROUP_SIZE
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import decode_e2m1, decode_e4m3, decode_scale, narrow, scale_groups, unpack, valid_rows
 from deepinfer_triton.rows import tile_width
-from deepinfer_triton.support import DENSE, offer, serves
+from deepinfer_triton.support import DENSE, group_size, offer, serves
 from deepinfer_triton.targets import Target
 
 
@@ -39,7 +39,7 @@ def dequantise(target: Target, codes, scales, format, count, out) -> None:
     rows, width = out.shape
     launch(
         dequantise_kernel, (rows,), codes, scales, count, rows, out, out.stride(0),
-        N=width, TILE=min(target.columns, tile_width(width)), GROUP=GROUP_SIZE[format], FORMAT=format,
+        N=width, TILE=min(target.columns, tile_width(width)), GROUP=group_size("dequantise", format), FORMAT=format,
     )  # fmt: skip
 
 

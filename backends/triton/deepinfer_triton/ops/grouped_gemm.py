@@ -49,7 +49,8 @@ def grouped_gemm_kernel(
         if scales is not None:
             matrix_scales = scales + expert.to(tl.int64) * SCALES
         acc = product_tile(
-            x, x_scale, x_stride, t, t < end, matrix, matrix_scales, n, N, K, FEATURES, TOKENS, DEPTH, FORMAT, DOT
+            x, x_scale, x_stride, t, t < end, matrix, matrix_scales, n, N, K, FEATURES, TOKENS, DEPTH, FORMAT, DOT,
+            PRECISE=out.dtype.element_ty == tl.float32,
         )
         store_tile(acc, out, out_scale, out_stride, t, t < end, n, n_tile, N, FEATURES, TOKENS)
 

@@ -43,7 +43,7 @@ def grouped_linear_kernel(
                 matrix_scales = scales + group * SCALES
             acc = product_tile(
                 x + group * K, part_scale, x_stride, t, t < last, values + group.to(tl.int64) * MATRIX, matrix_scales, n,
-                N, K, FEATURES, TOKENS, DEPTH, FORMAT, DOT, G * K // 32,
+                N, K, FEATURES, TOKENS, DEPTH, FORMAT, DOT, G * K // 32, PRECISE=out.dtype.element_ty == tl.float32,
             )  # fmt: skip
             if TOUCHED == 1:
                 total = acc

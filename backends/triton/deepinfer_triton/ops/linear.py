@@ -28,7 +28,8 @@ def linear_kernel(
         t = t_tile * TOKENS + tl.arange(0, TOKENS)
         n = n_tile * FEATURES + tl.arange(0, FEATURES)
         acc = product_tile(
-            x, x_scale, x_stride, t, t < last, values, scales, n, N, K, FEATURES, TOKENS, DEPTH, FORMAT, DOT
+            x, x_scale, x_stride, t, t < last, values, scales, n, N, K, FEATURES, TOKENS, DEPTH, FORMAT, DOT,
+            PRECISE=out.dtype.element_ty == tl.float32,
         )
         store_tile(acc, out, out_scale, out_stride, t, t < last, n, n_tile, N, FEATURES, TOKENS)
 

@@ -9,7 +9,7 @@ from deepinfer_hal.formats import GROUP_SIZE
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import pack, quantise_groups, valid_rows
 from deepinfer_triton.rows import tile_width
-from deepinfer_triton.support import DENSE, offer, serves
+from deepinfer_triton.support import DENSE, group_size, offer, serves
 from deepinfer_triton.targets import Target
 
 
@@ -45,7 +45,7 @@ def quantise(target: Target, x, format, count, codes, scales, flags=None) -> Non
     tile = min(target.columns, tile_width(width))
     launch(
         quantise_kernel, (rows, triton.cdiv(width, tile)), x, x.stride(0), count, rows, codes, scales, flags,
-        N=width, TILE=tile, GROUP=GROUP_SIZE[format], FORMAT=format,
+        N=width, TILE=tile, GROUP=group_size("quantise", format), FORMAT=format,
     )  # fmt: skip
 
 

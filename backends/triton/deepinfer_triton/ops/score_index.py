@@ -67,7 +67,8 @@ def score_index_kernel(
                 products = tl.dot(keys.to(tl.bfloat16), tl.trans(query.to(tl.bfloat16)))
             head = tl.arange(0, HP)
             weight = tl.load(weights + t * weights_stride + head, mask=head < HEADS, other=0.0).to(tl.float32)
-            total = tl.sum(tl.where(products > 0, products, 0.0) * weight[None, :], axis=1)
+            # a comparison that NaN fails, so that NaN stays NaN
+            total = tl.sum(tl.where(products < 0, 0.0, products) * weight[None, :], axis=1)
             tl.store(scores + t * width + column, tl.where(there, total, float("-inf")), mask=column < width)
 
 
