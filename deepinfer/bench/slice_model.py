@@ -77,7 +77,7 @@ class SliceModel:
         loader = WeightLoader(self.config, source.read, self._prepare, self.device, self.numerics.stream_dtype)
         self.weights: ModelWeights = loader.model()
         layout = plan_state(self.text, self.numerics, max_backtrack=6)
-        self.state = State(layout, sequences, sequences * self.blocks_each, self.context, self.device)
+        self.state = State(layout, sequences, sequences * self.blocks_each, self.context + BLOCK_TOKENS, self.device)
         fill_state(self.state, self.numerics, self.text, source.generator)
 
     def _prepare(self, role: str, canonical: Any) -> Any:

@@ -90,6 +90,12 @@ def result(short_samples):
     return measure(RecordingBackend(), 0, make_slice(NANO, 6, 2), load)
 
 
+def test_the_token_after_the_context_has_a_place_in_the_history():
+    model = SliceModel(CpuBackend(), 0, make_slice(NANO, 2, 2), sequences=1, context=256)
+    step = rank_slice.StepBench(model, 1, 1, before=255)
+    assert int(step.positions.max()) < model.state.history.shape[1]
+
+
 class TestMeasuring:
     def test_decode_steps_are_captured_whole_and_in_parts(self, result):
         decode, verify, prefill = result["steps"]
