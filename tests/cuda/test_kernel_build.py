@@ -52,6 +52,9 @@ def test_registers_shared_memory_spills_and_stacks_are_read_from_what_ptxas_says
     assert (clean.name, clean.architecture, clean.registers, clean.shared_bytes) == ("_Z5cleanPf", "sm_90a", 24, 2048)
     assert clean.objection is None
     assert spills.objection == "spills 40 bytes a thread and loads 44" and spills.registers == 168
+    lost = "(C7511) Potential Performance Loss: wgmma instructions are serialized due to registers in the function '_Z5cleanPf'"
+    (clean, *_) = ptxas_report.read_ptxas(f"{lost}\n{SAID}")
+    assert clean.objection == "loses speed: wgmma instructions are serialized due to registers"
     assert indexes.objection == "keeps 256 bytes a thread in local memory"
 
 

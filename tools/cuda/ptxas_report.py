@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '([^']+)'")
 _PROPERTIES = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
+_LOSS = re.compile(r"Potential Performance Loss: (.*?) in the function '([^']+)'")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 @dataclass
 class KernelReport:
-    """One kernel on one architecture. Bytes of stack and spills are per thread; shared_bytes is what is static."""
+    """One kernel on one architecture. Bytes of stack and spills are per thread; shared_bytes is what is static; loss: what
+    the compiler says it had to give up, such as products in flight."""
 
     name: str
     architecture: str
@@ -24,12 +26,15 @@ class KernelReport:
     stack_bytes: int = 0
     spill_store_bytes: int = 0
     spill_load_bytes: int = 0
+    loss: str = ""
 
     @property
     def objection(self) -> str | None:
         """Why the kernel is too slow to ship, or None."""
         if self.spill_store_bytes or self.spill_load_bytes:
             return f"spills {self.spill_store_bytes} bytes a thread and loads {self.spill_load_bytes}"
+        if self.loss:
+            return f"loses speed: {self.loss}"
         return f"keeps {self.stack_bytes} bytes a thread in local memory" if self.stack_bytes else None
 
     def to_dict(self) -> dict[str, object]:
@@ -39,6 +44,7 @@ class KernelReport:
 def read_ptxas(text: str) -> list[KernelReport]:
     """The kernels of a compiler's output. Functions that are no kernels, but are called by some, count with none."""
     found: list[KernelReport] = []
+    losses = {loss[2]: loss[1] for loss in _LOSS.finditer(text)}
     for line in text.splitlines():
         if entry := _ENTRY.search(line):
             found.append(KernelReport(entry[1], entry[2]))
@@ -48,6 +54,8 @@ def read_ptxas(text: str) -> list[KernelReport]:
         elif found and (used := _USED.search(line)):
             shared = _SHARED.search(line)
             found[-1].registers, found[-1].shared_bytes = int(used[1]), int(shared[1]) if shared else 0
+    for kernel in found:
+        kernel.loss = losses.get(kernel.name, "")
     return found
 
 
