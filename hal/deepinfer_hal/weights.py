@@ -99,7 +99,8 @@ def concatenate(parts: Sequence[CanonicalWeight]) -> CanonicalWeight:
 class WeightHandle:
     """A prepared weight. This base class keeps the canonical bytes; a backend subclasses it for its own layout.
 
-    role: the use it was prepared for; shape: logical [..., N, K]; placement: "device" | "host" | "sharded".
+    role: the use it was prepared for; shape: logical [..., N, K]; format: of the checkpoint; placement: "device" | "host" |
+    "sharded".
     """
 
     placement = "device"
@@ -107,7 +108,7 @@ class WeightHandle:
     def __init__(self, role: str, canonical: CanonicalWeight) -> None:
         self.role = role
         self._canonical = canonical
-        self.shape = canonical.shape
+        self.shape, self.format = canonical.shape, canonical.format
 
     @property
     def nbytes(self) -> int:

@@ -110,7 +110,7 @@ class FragmentWeight(WeightHandle):
     """FP4 experts in fragments: `packed` uint8 [E, granules, blocks, 4352], without E for one expert."""
 
     def __init__(self, role: str, shape: tuple[int, ...], packed: torch.Tensor) -> None:
-        self.role, self.shape, self.packed_bytes = role, tuple(shape), packed
+        self.role, self.shape, self.packed_bytes, self.format = role, tuple(shape), packed, "fp4_row32"
 
     @property
     def nbytes(self) -> int:
