@@ -2,7 +2,9 @@
 
 whole step = input + sum over kinds (layers of the kind in the model * mean measured time of its layers in the slice)
            + Engram layers * engram + features + head + gate columns that the slice lacks (bytes / copy ceiling).
-A drafted step is a verify step and a draft block. Exchanges between ranks are not in it.
+A drafted step is a verify step and a draft block. A replayed prefill counts only the layers that a bounded replay runs on every
+token, and leaves out the replay of the last window through the others: a bound from above on its speed. Exchanges between ranks
+are in none of them.
 """
 
 from __future__ import annotations
@@ -62,16 +64,18 @@ def part_kind(part: str) -> str:
     return part.rpartition(" ")[2] if part.startswith("layer ") else part
 
 
-def step_terms(result: Mapping[str, Any], step: Mapping[str, Any], hidden: int, experts: int) -> list[Term]:
-    """The whole model's step as summands. hidden, experts: of the model. Kinds of which the slice has no layer are left out;
-    `missing_kinds` names them."""
+def step_terms(
+    result: Mapping[str, Any], step: Mapping[str, Any], hidden: int, experts: int, kinds: str = "model_kinds"
+) -> list[Term]:
+    """The whole model's step as summands. hidden, experts: of the model; kinds: which of the result's counts to take. Kinds of
+    which the slice has no layer are left out; `missing_kinds` names them."""
     times: dict[str, list[float]] = {}
     for name, timing in step["parts"].items():
         times.setdefault(part_kind(name), []).append(timing["median"])
-    counts = {"input": 1, **result["model_kinds"], "engram": result["model_engram_layers"], "features": 1, "head": 1}
+    counts = {"input": 1, **result[kinds], "engram": result["model_engram_layers"], "features": 1, "head": 1}
     terms = [Term(name, count, sum(times[name]) / len(times[name])) for name, count in counts.items() if name in times]
     lacking = (experts - result["experts"]) * hidden * 2 / result["ceilings"]["bandwidth"]
-    return [*terms, Term("gate columns of other ranks' experts", sum(result["model_kinds"].values()), max(lacking, 0.0))]
+    return [*terms, Term("gate columns of other ranks' experts", sum(result[kinds].values()), max(lacking, 0.0))]
 
 
 def missing_kinds(result: Mapping[str, Any]) -> list[str]:
@@ -88,20 +92,24 @@ def extrapolate(result: Mapping[str, Any], hidden: int, experts: int) -> list[di
     drafted = {step["requests"]: step["parts"]["draft"]["median"] for step in good if "draft" in step["parts"]}
     found = []
     for step in good:
-        terms = step_terms(result, step, hidden, experts)
-        seconds, requests = sum(term.total for term in terms), step["requests"]
-        tokens = step["tokens"] if step["kind"] == "prefill" else requests
-        if step["kind"] == "verify":
-            if requests not in drafted:
-                continue
-            terms.append(Term("draft", 1, drafted[requests]))
-            seconds, tokens = seconds + drafted[requests], requests * TOKENS_PER_STEP
-        found.append({
-            "kind": step["kind"], "requests": requests, "tokens": step["tokens"], "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "terms": [{"name": term.name, "count": term.count, "seconds": term.seconds} for term in terms],
-        })  # fmt: skip
+        requests, verify = step["requests"], step["kind"] == "verify"
+        if verify and requests not in drafted:
+            continue
+        tokens = step["tokens"] if step["kind"] == "prefill" else requests * (TOKENS_PER_STEP if verify else 1)
+        extra = [Term("draft", 1, drafted[requests])] if verify else []
+        found.append(_whole(step, step["kind"], [*step_terms(result, step, hidden, experts), *extra], tokens))
+        if step["kind"] == "prefill":
+            found.append(_whole(step, "replayed prefill", step_terms(result, step, hidden, experts, "replayed_kinds"), tokens))
     return found
+
+
+def _whole(step: Mapping[str, Any], kind: str, terms: list[Term], tokens: float) -> dict[str, Any]:
+    seconds = sum(term.total for term in terms)
+    return {
+        "kind": kind, "requests": step["requests"], "tokens": step["tokens"], "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "terms": [{"name": term.name, "count": term.count, "seconds": term.seconds} for term in terms],
+    }  # fmt: skip
 
 
 def whole_model_ops(result: Mapping[str, Any], step: Mapping[str, Any]) -> list[dict[str, Any]]:

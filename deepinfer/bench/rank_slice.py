@@ -15,7 +15,7 @@ from deepinfer_hal.ceilings import Ceilings, measure_ceilings
 
 from deepinfer.bench.extrapolate import DRAFTS, extrapolate, missing_kinds, whole_model_ops
 from deepinfer.bench.op_times import OpRecorder, Timing, time_run
-from deepinfer.bench.slice_config import Slice, kind_counts
+from deepinfer.bench.slice_config import Slice, kind_counts, replayed_kind_counts
 from deepinfer.bench.slice_gap import measure_gap
 from deepinfer.bench.slice_model import SliceModel
 from deepinfer.bench.slice_steps import StepBench
@@ -63,6 +63,7 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
         "layers": list(cut.layers),
         "kinds": cut.kinds,
         "model_kinds": kind_counts(cut.model),
+        "replayed_kinds": replayed_kind_counts(cut.model),
         "model_engram_layers": len(cut.model.text.engram_layer_ids),
         "experts": cut.config.text.n_routed_experts,
         "draft_experts": cut.config.text.dspark_n_routed_experts,

@@ -37,6 +37,12 @@ def kind_counts(config: ModelConfig) -> dict[str, int]:
     return dict(Counter(layer_kind(topology) for topology in config.text.layers))
 
 
+def replayed_kind_counts(config: ModelConfig) -> dict[str, int]:
+    """The same of the layers that a bounded replay runs on every token of a prompt: those before the first of ratio 1."""
+    text = config.text
+    return dict(Counter(layer_kind(topology) for topology in text.layers[: text.prefill_layers]))
+
+
 def choose_layers(config: ModelConfig, count: int) -> list[int]:
     """`count` layers of the model, ascending: one of each kind, most frequent first, then by what its share still lacks.
 

@@ -30,10 +30,12 @@ def plot(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
         for label, factor, style in _CURVES:
             axes.plot(*zip(*ex.scaled(published, factor), strict=True), style, color="grey", marker="o", label=label)
     for result in results:
-        for kind, axes, key in (("decode", decode, "requests"), ("verify", decode, "requests"), ("prefill", prefill, "tokens")):
+        for kind, axes, key, label in (
+            ("decode", decode, "requests", "no drafts"), ("verify", decode, "requests", "3 drafts, 75 % accepted"),
+            ("prefill", prefill, "tokens", "all layers"), ("replayed prefill", prefill, "tokens", "layers that a replay runs"),
+        ):  # fmt: skip
             points = sorted((one[key], one["tokens_per_second"]) for one in result["whole_model"] if one["kind"] == kind)
             if points:
-                label = {"verify": "3 drafts, 75 % accepted", "decode": "no drafts", "prefill": "prefill"}[kind]
                 axes.plot(*zip(*points, strict=True), marker="x", label=f"EP{result['ranks']}, {label}")
     for axes, size in ((decode, "requests a rank"), (prefill, "tokens a step")):
         axes.set(xscale="log", yscale="log", xlabel=size, ylabel="tokens per second and rank, extrapolated")

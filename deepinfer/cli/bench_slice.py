@@ -111,7 +111,7 @@ def _steps_table(result: dict[str, Any]) -> Any:
 def _arithmetic(one: dict[str, Any]) -> str:
     """The whole model's step with its summands, in a line."""
     terms = " + ".join(f"{term['count']:g} x {1e6 * term['seconds']:.1f} us {term['name']}" for term in one["terms"])
-    size = f"{one['requests']} requests" if one["kind"] != "prefill" else f"{one['tokens']} tokens"
+    size = f"{one['requests']} requests" if "prefill" not in one["kind"] else f"{one['tokens']} tokens"
     speed = f"{one['tokens_per_second']:.0f} tokens/s"
     return f"whole model, {one['kind']} {size}: {terms} = {1e3 * one['seconds']:.3f} ms, {speed}"
 

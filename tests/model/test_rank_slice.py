@@ -114,11 +114,17 @@ class TestMeasuring:
         assert ("draft_attention", "draft") in ops and ops["draft_attention", "draft"]["seconds"] == 0
 
     def test_the_whole_model_is_the_sum_of_its_terms(self, result):
-        assert result["missing_kinds"] == [] and len(result["whole_model"]) == 3
+        assert result["missing_kinds"] == [] and len(result["whole_model"]) == 4
         for one in result["whole_model"]:
             assert one["seconds"] == pytest.approx(sum(term["count"] * term["seconds"] for term in one["terms"]))
         counts = {term["name"]: term["count"] for term in result["whole_model"][0]["terms"]}
         assert {kind: counts[kind] for kind in kind_counts(NANO)} == kind_counts(NANO)
+
+    def test_a_replayed_prefill_counts_the_layers_before_the_first_of_ratio_1(self, result):
+        whole, replayed = result["whole_model"][-2:]
+        assert (whole["kind"], replayed["kind"]) == ("prefill", "replayed prefill")
+        kinds = [term["name"] for term in replayed["terms"]]
+        assert "reuse-2" in kinds and "reuse-1" not in kinds and replayed["seconds"] < whole["seconds"]
 
     def test_the_engines_own_loop_tells_the_gap_between_steps(self, result):
         (gap,) = result["gaps"]
