@@ -19,7 +19,7 @@ from deepinfer.bench.slice_config import Slice, kind_counts, replayed_kind_count
 from deepinfer.bench.slice_gap import measure_gap
 from deepinfer.bench.slice_model import SliceModel
 from deepinfer.bench.slice_steps import StepBench
-from deepinfer.runner.graphs import eager_reason
+from deepinfer.runner.graphs import DRAFT_ONLY, eager_reason
 
 _CEILING_BYTES = 256 << 20
 
@@ -124,14 +124,19 @@ class _Bench:
         self.kernels = [vars(choice) for choice in step.dispatcher.table()]
         self.fallbacks = dict(step.dispatcher.fallbacks)
         prefill = what["kind"] == "prefill"
-        reason = "a prefill is not captured" if prefill else eager_reason(step.dispatcher, step.outside)
+        reason = "a prefill is not captured" if prefill else eager_reason(step.dispatcher, step.outside | DRAFT_ONLY)
+        if self.graphs is None:
+            reason = "the backend captures no graphs"
         graphs = self.graphs if reason is None else None
-        reason = reason if self.graphs is not None else "the backend captures no graphs"
         whole = self._time(step.whole, graphs)
         found: dict[str, Any] = {**what, "eager_because": "" if graphs else reason, "whole": asdict(whole)}
         self.say(f"{what}: {1e3 * whole.median:.3f} ms" + ("" if graphs else f" (eager: {reason})"))
         parts = {name: run for name, run in step.parts().items() if not (prefill and name == "draft")}
-        found["parts"] = {name: asdict(self._time(run, graphs)) for name, run in parts.items()}
+        found["parts"] = {name: asdict(self._time(run, graphs)) for name, run in parts.items() if name != "draft"}
+        if "draft" in parts:
+            parts["draft"]()
+            captured = graphs if eager_reason(step.dispatcher, step.outside) is None else None
+            found["parts"]["draft"] = asdict(self._time(parts["draft"], captured))
         found["finite"] = step.finite()
         if with_ops:
             found["ops"] = self._ops(step, parts, recorder)

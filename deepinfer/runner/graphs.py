@@ -19,10 +19,13 @@ from deepinfer.model.network import Network
 from deepinfer.model.state import BLOCK_TOKENS
 from deepinfer.runner.staging import Staging, packed_offsets, views_of
 
-OUTSIDE = frozenset({
+DRAFT_ONLY = frozenset({("sample", "draft"), ("draft_attention", ""), ("markov_logits", ""), ("confidence_head", "")})
+"""Bound ops that only the draft block calls."""
+
+OUTSIDE = DRAFT_ONLY | {
     ("copy_rows", "window"), ("nan_row_flags", ""), ("mask_logits", ""), ("top_logprobs", ""), ("sample", "target"),
-    ("advance_step", ""), ("sample", "draft"), ("draft_attention", ""), ("markov_logits", ""), ("confidence_head", ""),
-})  # fmt: skip
+    ("advance_step", ""),
+}  # fmt: skip
 """Bound ops that a captured step does not call: they serve long prefills, sampling, and the draft block."""
 
 
