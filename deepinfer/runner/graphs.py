@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from deepinfer_hal.dispatch import Dispatcher
+from deepinfer_hal.errors import BackendError
 from deepinfer_hal.step import StepMeta, empty_step, pad_step
 
 from deepinfer.model.graph_plan import GraphShape
@@ -92,10 +93,19 @@ class StepGraphs:
                 step()
                 self.reason = eager_reason(self.dispatcher)
             if self.reason is None:
-                one.graph = self.slot.capture(step)
+                one.graph = self._capture(shape, step)
                 self._captured[shape] = one
             else:
                 step()
+
+    def _capture(self, shape: GraphShape, step: Callable[[], None]) -> Any:
+        try:
+            return self.slot.capture(step)
+        except RuntimeError as error:
+            raise BackendError(
+                f"a step of {shape.requests} sequences could not be captured, though every kernel in it says that it can be: "
+                f"{error}; enforce_eager runs without graphs"
+            ) from error
 
     def choose(self, meta: StepMeta, logit_rows: int) -> GraphShape | None:
         """The smallest captured shape that holds a host plan, or None."""

@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from deepinfer_hal.errors import BadCall
+from deepinfer_hal.errors import BackendError, BadCall
 from deepinfer_hal.step import empty_step, pad_step, plan_step
 from nano_models import nano_folder
-from recording_backend import RecordingBackend
+from recording_backend import RecordingBackend, RecordingGraphs
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli.check import check_command, run_check
@@ -82,6 +82,15 @@ class TestAnOpThatWaits:
     def test_matters_only_if_the_step_calls_it(self, monkeypatch, eager):
         told, graphs = generate(monkeypatch, RecordingBackend(waiting=frozenset({"draft_attention", "mask_logits", "sample"})))
         assert told == eager and graphs.reason is None and graphs.count
+
+
+def test_a_step_that_cannot_be_captured_after_all_says_what_to_do(monkeypatch):
+    def capture(self, step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(RecordingGraphs, "capture", capture)
+    with pytest.raises(BackendError, match="5 sequences could not be captured.*not permitted.*enforce_eager"):
+        generate(monkeypatch, RecordingBackend())
 
 
 class TestWarmUp:
