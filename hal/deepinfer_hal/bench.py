@@ -110,14 +110,14 @@ def run_bench(
     listen: Listener = lambda row: None,
     pairs: Collection[tuple[str, int]] | None = None,
     turns: Any = None,
-    list_skipped: bool = True,
+    first: bool = True,
 ) -> dict[str, Any]:
     """All rows as plain values, with the ceilings of the same run, measured before and after them; `listen` hears each row
     as it comes, with its share of the ceilings known by then. load_average: of the host's last minute, before and after.
 
     shapes: a name of `bench_shapes.MODELS`; experts: on one rank, at most the model's; ops, rows: only these. conformance: a
     report of `hal test`, whose kernels must be those of the rows. pairs: (op, rows), only these; turns: of several processes
-    that share the device (bench_jobs.Turns); list_skipped: ops that are not measured, with the reason.
+    that share the device (bench_jobs.Turns), of which the first measures the ceilings and lists ops that are not measured.
     Raises BadCall for what does not exist.
     """
     if shapes not in MODELS:
@@ -130,8 +130,12 @@ def run_bench(
     tested = None if conformance is None else tested_symbols(conformance, backend.name)
     copied, load = int(_BEYOND_CACHE * budget.cache_bytes), os.getloadavg()[0]
     turns = turns or _Alone()
-    with turns.alone():
-        ceilings = functools.reduce(Ceilings.best, (measure_ceilings(backend, index, copied) for _ in range(3)))
+
+    def measured(times: int) -> Ceilings:
+        with turns.alone():
+            return functools.reduce(Ceilings.best, (measure_ceilings(backend, index, copied) for _ in range(times)))
+
+    ceilings = turns.ceilings(functools.partial(measured, 3) if first else None)
     bench = _Bench(backend, index, budget, ceilings, turns)
     done = []
     with weights_drawn_once():
@@ -143,11 +147,11 @@ def run_bench(
                 _compare_symbols(row, tested)
             done.append(row)
             listen(row)
-    with turns.alone():
-        bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, copied))
+    if first:
+        bench.ceilings = bench.ceilings.best(measured(1))
     for row in done:
         rate(row, bench.ceilings)
-    skipped = [op for op in sorted(all_cards()) if list_skipped and op in NOT_MEASURED and (not ops or op in ops)]
+    skipped = [op for op in sorted(all_cards()) if first and op in NOT_MEASURED and (not ops or op in ops)]
     done += [Row(op, op, "", 0, reason=NOT_MEASURED[op]) for op in skipped]
     return {
         "device": f"{backend.name}:{index}",
@@ -185,6 +189,10 @@ class _Alone:
     """The turns of a process that has the device for itself."""
 
     beside = alone = staticmethod(contextlib.nullcontext)
+
+    @staticmethod
+    def ceilings(measure: Callable[[], Ceilings]) -> Ceilings:
+        return measure()
 
 
 # ------------------------------------------------------------------------------------------------- one row

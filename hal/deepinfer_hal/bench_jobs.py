@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +32,7 @@ class Turns:
     """Locks of a folder that processes share. Who wants to be alone closes the gate, so that no newcomer keeps it waiting."""
 
     def __init__(self, folder: str | Path) -> None:
+        self._folder = folder
         self._gate, self._room = (open(Path(folder) / name, "w", encoding="ascii") for name in ("gate", "room"))
 
     @contextlib.contextmanager
@@ -42,6 +44,10 @@ class Turns:
             yield
         finally:
             fcntl.flock(self._room, fcntl.LOCK_UN)
+
+    def ceilings(self, measure: Callable[[], Ceilings] | None) -> Ceilings:
+        """See `shared_ceilings`."""
+        return shared_ceilings(self._folder, measure)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -57,6 +63,25 @@ def _locked(file: TextIO, how: int) -> Iterator[None]:
         yield
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)
+
+
+CEILINGS = "ceilings.json"
+_CEILINGS_SECONDS = 120.0
+
+
+def shared_ceilings(folder: str | Path, measure: Callable[[], Ceilings] | None) -> Ceilings:
+    """The ceilings that the process with `measure` measures and the others read. TimeoutError if they do not come."""
+    path = Path(folder) / CEILINGS
+    if measure is not None:
+        whole = path.with_suffix(".part")
+        whole.write_text(json.dumps(asdict(measure())), encoding="utf-8")
+        whole.rename(path)
+    deadline = time.monotonic() + _CEILINGS_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the first process measured no ceilings in {_CEILINGS_SECONDS:.0f} s")
+        time.sleep(0.05)
+    return Ceilings(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def run_bench_jobs(
@@ -157,7 +182,7 @@ def main(text: str) -> int:
     result = run_bench(
         backend, index, shapes=job["shapes"], experts=job["experts"], ops=tuple(job["ops"]), pairs=pairs,
         budget=Budget(**job["budget"]), conformance=known, listen=lambda row: tell({"row": asdict(row)}),
-        turns=Turns(job["folder"]), list_skipped=job["first"],
+        turns=Turns(job["folder"]), first=job["first"],
     )  # fmt: skip
     tell({"result": result})
     return 0

@@ -1,4 +1,5 @@
-"""A stand-in for a device's graphs on the host: a kernel enqueues by `launch`, and a capture keeps what was enqueued."""
+"""A stand-in for a device's graphs on the host: a kernel enqueues by `launch`, and a capture keeps what was enqueued, torch's
+own operators too."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Work = Callable[[], None]
 
@@ -24,10 +27,30 @@ class Graphs:
         step()
         self._kept = []
         try:
-            step()
+            with _Operators(self._kept):
+                step()
             return Graph(self._kept)
         finally:
             self._kept = None
+
+
+class _Operators(TorchDispatchMode):
+    """Keeps operators with their arguments; a replay leaves results in the memory that they had."""
+
+    def __init__(self, kept: list[Work]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+
+        def again() -> None:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **(kwargs or {}))), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        self._kept.append(again)
+        return result
 
 
 class Graph:

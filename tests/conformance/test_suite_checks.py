@@ -13,8 +13,7 @@ import pytest
 import torch
 from deepinfer_hal.backend import Capabilities
 from deepinfer_hal.card import Case, get_card
-from deepinfer_hal.conformance import CHECKS, CORE, run_op
-from deepinfer_hal.conformance.checks import FULL
+from deepinfer_hal.conformance import CHECKS, CORE, FULL, run_op
 from deepinfer_hal.conformance.execute import EMULATED_REPEAT_SECONDS, share_repetitions
 from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
@@ -333,6 +332,22 @@ def test_a_captured_kernel_that_reads_what_memory_holds_at_the_replay_passes():
     backend = Graphing(keep=False)
     (result,) = run_op(get_card("all_reduce"), backend.kernels(0)[0], CORE, cases=[SUMS], backend=backend)
     assert result.verdict == "pass" and "graphs" in result.checks, result.failures
+
+
+def test_a_bit_that_changes_in_a_late_replay_is_seen():
+    backend, calls = Graphing(keep=False), []
+
+    def glitching(comm, x, operation, out):
+        def work():
+            calls.append(1)
+            out.copy_(x if len(calls) != 700 else x + 1)
+
+        backend.graphs(0).launch(work)
+
+    kernel = Kernel("all_reduce", "example", glitching, "reference::all_reduce+glitches", "yes", capturable=True)
+    checks = CHECKS.only("repeat")
+    (result,) = run_op(get_card("all_reduce"), kernel, FULL, checks, cases=[SUMS], backend=backend)
+    assert result.failures == {"repeat": "a replayed run gave other bits in out than run 1"} and len(calls) > 1000
 
 
 def test_a_call_that_cannot_be_captured_fails_with_what_the_device_said():

@@ -339,6 +339,15 @@ def test_results_of_several_processes_are_one_with_the_best_ceilings():
         assert row["floor_seconds"] == pytest.approx(max(row["bytes"] / 2e12, row["flops"] / 1e15))
 
 
+def test_one_process_measures_the_ceilings_and_the_others_wait_for_them(tmp_path):
+    read = []
+    reader = threading.Thread(target=lambda: read.append(Turns(tmp_path).ceilings(None)))
+    reader.start()
+    assert Turns(tmp_path).ceilings(lambda: CEILINGS) == CEILINGS
+    reader.join(20)
+    assert read == [CEILINGS]
+
+
 def test_who_wants_a_turn_alone_waits_for_the_others_and_keeps_newcomers_out(tmp_path):
     first, second, third = (Turns(tmp_path) for _ in range(3))
     done = []
