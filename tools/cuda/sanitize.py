@@ -98,20 +98,30 @@ def _chosen(spec: str, ops: list[str] | None) -> list[tuple[str, str, str]]:
 
 
 def _small_case(backend, index, kernel) -> str:
+    """The largest of the card's cases that moves MOST_BYTES at most, else the smallest that the kernel serves; a kernel for a
+    model's own sizes has one of those. Empty if it serves none."""
+    from deepinfer_hal.bench_shapes import V41, bench_cases
     from deepinfer_hal.card import get_card
     from deepinfer_hal.conformance.cases import op_cases
+
+    card = get_card(kernel.op)
+    for cases in (op_cases(card), op_cases(card, "full"), (one.case for one in bench_cases(V41, 2, (1,), (kernel.op,)))):
+        sizes = {case.id: size for case in cases if (size := _served_bytes(backend, index, kernel, case))}
+        small = {id: size for id, size in sizes.items() if size <= MOST_BYTES}
+        if sizes:
+            return max(small, key=small.get) if small else min(sizes, key=sizes.get)
+    return ""
+
+
+def _served_bytes(backend, index, kernel, case) -> int:
+    """Bytes that a case moves; 0 if it has no rows or the kernel does not serve it."""
+    from deepinfer_hal.card import get_card
     from deepinfer_hal.conformance.problem import Problem, Subject
     from deepinfer_hal.kernel import Yes
 
-    sizes = {}
-    for case in op_cases(get_card(kernel.op)):
-        problem = Problem(Subject(get_card(kernel.op), kernel, backend, index), case)
-        if not problem.empty and isinstance(kernel.supports(problem.spec), Yes):
-            sizes[case.id] = int(problem.card.cost(problem.pristine).bytes)
-    small = {id: size for id, size in sizes.items() if size <= MOST_BYTES}
-    if not sizes:
-        return ""
-    return max(small, key=small.get) if small else min(sizes, key=sizes.get)
+    problem = Problem(Subject(get_card(kernel.op), kernel, backend, index), case)
+    served = not problem.empty and isinstance(kernel.supports(problem.spec), Yes)
+    return int(problem.card.cost(problem.pristine).bytes) if served else 0
 
 
 def _ask(tool: str, spec: str, answer: Answer, seconds: float) -> Answer:

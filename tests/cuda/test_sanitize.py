@@ -1,0 +1,73 @@
+"""tools/cuda/sanitize.py without a GPU: what the tool's words mean; silence counts only where it found what is planted."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/cuda"))
+
+import sanitize  # noqa: E402
+
+CLEAN = "========= COMPUTE-SANITIZER\nthe kernel ran: di_rope\n========= ERROR SUMMARY: 0 errors\n"
+RACE = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at races_in_shared_memory(int *)+0xd0
+=========     and Read access at races_in_shared_memory(int *)+0x120 [508 hazards]
+the kernel ran: status 0
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+NEVER_STARTED = "========= COMPUTE-SANITIZER\n========= Error: Target application terminated before first instrumented API call\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "verdict", "first"),
+    [
+        (CLEAN, 0, "clean", ""),
+        (RACE, sanitize.FOUND, "found", "Error: Race reported between Write access at races_in_shared_memory(int *)+0xd0"),
+        (CLEAN.replace("0 errors", "2 errors"), sanitize.FOUND, "found", "the tool says so by its exit status"),
+        (CLEAN.replace("the kernel ran", "nothing"), 0, "did-not-run", None),
+        (CLEAN, 1, "did-not-run", None),
+        (NEVER_STARTED, 0, "did-not-run", None),
+    ],
+)
+def test_a_kernel_is_clean_only_if_it_ran_under_the_tool_which_found_nothing(text, status, verdict, first):
+    answer = sanitize.Answer("di_rope", "rope", "rope(T=1)", "memcheck")
+    sanitize._read(answer, text, status)
+    assert answer.verdict == verdict and first in (None, answer.first)
+
+
+@pytest.mark.parametrize(
+    ("controls", "kernels", "status"),
+    [
+        (("found", "found"), ("clean", "clean"), 0),
+        (("found", "found"), ("clean", "found"), 1),
+        (("found", "found"), ("clean", "timeout"), 1),
+        (("found", "clean"), ("clean", "clean"), 2),
+        (("found", "found"), (), 1),
+    ],
+)
+def test_the_whole_is_clean_only_if_every_kernel_is_and_the_planted_errors_were_found(controls, kernels, status):
+    planted = zip(sanitize.TOOLS, controls, strict=True)
+    work = [sanitize.Answer("planted", "control", "", tool, verdict) for tool, verdict in planted]
+    work += [sanitize.Answer(f"di_{n}", "rope", "rope(T=1)", "memcheck", verdict) for n, verdict in enumerate(kernels)]
+    assert sanitize._report(work, argparse.Namespace(json=None), "compute-sanitizer", 1.0) == status
+
+
+def test_a_kernel_gets_the_largest_case_that_is_small_enough():
+    from deepinfer_hal.card import get_card
+    from deepinfer_hal.conformance.cases import parse_case
+    from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
+    from deepinfer_hal.registry import open_backend
+
+    backend, index = open_backend("cpu")
+
+    def made(supports):
+        return Kernel("rope", "test", get_card("rope").reference, "reference::rope", "yes", supports=supports)
+
+    def bf16(call: CallSpec):
+        return Yes() if call.statics["x"] == "bf16" else No("only bf16")
+
+    case = parse_case(sanitize._small_case(backend, index, made(bf16)))
+    assert case.params["dtype"] == "bf16" and case.params["T"] > 1
+    assert sanitize._small_case(backend, index, made(lambda call: No("nothing"))) == ""
