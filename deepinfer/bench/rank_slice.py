@@ -14,11 +14,11 @@ from typing import Any
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings
 
 from deepinfer.bench.extrapolate import DRAFTS, extrapolate, missing_kinds, whole_model_ops
-from deepinfer.bench.op_times import OpRecorder, Timing, time_run
+from deepinfer.bench.op_times import Timing, time_run
 from deepinfer.bench.slice_config import Slice, kind_counts, replayed_kind_counts
 from deepinfer.bench.slice_gap import measure_gap
 from deepinfer.bench.slice_model import SliceModel
-from deepinfer.bench.slice_steps import StepBench
+from deepinfer.bench.slice_steps import BoundNetwork, StepBench
 from deepinfer.runner.graphs import DRAFT_ONLY, eager_reason
 
 _CEILING_BYTES = 256 << 20
@@ -49,12 +49,15 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
     model = SliceModel(backend, index, cut, max(load.requests, default=1), longest)
     bench = _Bench(backend, index, model, ceilings, say)
     steps = []
+    drafted = model.text.dspark_block_size if model.text.draft_layers else 1
+    most = max((requests * max(1 + DRAFTS, drafted) for requests in load.requests), default=0)
     for requests in load.requests:
         for tokens in (1, 1 + DRAFTS):
             what = {"kind": "decode" if tokens == 1 else "verify", "requests": requests, "tokens": tokens}
-            steps.append(bench.step(what, load.context - tokens, tokens, requests in load.ops_at))
+            steps.append(bench.step(what, load.context - tokens, tokens, most, requests in load.ops_at))
     for tokens in load.prefill:
-        steps.append(bench.step({"kind": "prefill", "requests": 1, "tokens": tokens}, 0, 1, tokens in load.ops_at))
+        steps.append(bench.step({"kind": "prefill", "requests": 1, "tokens": tokens}, 0, 1, tokens, tokens in load.ops_at))
+    bench.bind(0)
     gaps = [bench.gap(requests, load.gap_steps) for requests in load.requests if requests in load.ops_at and load.gap_steps]
     bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, _CEILING_BYTES))
     result = {
@@ -95,14 +98,23 @@ class _Bench:
 
     def __init__(self, backend: Any, index: int, model: SliceModel, ceilings: Ceilings, say: Callable[[str], None]) -> None:
         self.backend, self.index, self.model, self.ceilings, self.say = backend, index, model, ceilings, say
+        self.bound: BoundNetwork | None = None
         self.kernels: list[dict[str, Any]] = []
         self.fallbacks: dict[str, int] = {}
         has_graphs = backend.capabilities(index).graphs
         self.graphs = backend.graphs(index) if has_graphs else None
 
-    def step(self, what: dict[str, Any], before: int, logits_each: int, with_ops: bool) -> dict[str, Any]:
-        """One step whole, in parts and, if asked, by op. Never raises for what a kernel does."""
+    def bind(self, max_rows: int) -> None:
+        """Makes the network of the steps to come, in place of the last one, whose buffers are freed; of 0 rows: none."""
+        if self.bound is not None and self.bound.network.buffers.max_rows == max_rows:
+            return
+        self.bound = None
+        self.bound = BoundNetwork(self.model, max_rows) if max_rows else None
+
+    def step(self, what: dict[str, Any], before: int, logits_each: int, rows: int, with_ops: bool) -> dict[str, Any]:
+        """One step whole, in parts and, if asked, by op, on a network of `rows` token rows. Never raises for what a kernel does."""
         try:
+            self.bind(rows)
             return self._step(what, before, logits_each, with_ops)
         except Exception as error:  # a benchmark of many sizes outlives one that cannot be run
             self.say(f"{what}: {type(error).__name__}: {error}")
@@ -118,8 +130,8 @@ class _Bench:
         return found
 
     def _step(self, what: dict[str, Any], before: int, logits_each: int, with_ops: bool) -> dict[str, Any]:
-        recorder = OpRecorder()
-        step = StepBench(self.model, what["requests"], what["tokens"], before, min(logits_each, what["tokens"]), recorder)
+        logits_each = min(logits_each, what["tokens"])
+        step = StepBench(self.model, self.bound, what["requests"], what["tokens"], before, logits_each)
         step.whole()  # what serves a call may be known only when it is made
         self.kernels = [vars(choice) for choice in step.dispatcher.table()]
         self.fallbacks = dict(step.dispatcher.fallbacks)
@@ -139,14 +151,16 @@ class _Bench:
             found["parts"]["draft"] = asdict(self._time(parts["draft"], captured))
         found["finite"] = step.finite()
         if with_ops:
-            found["ops"] = self._ops(step, parts, recorder)
+            found["ops"] = self._ops(step, parts)
         return found
 
     def _time(self, run: Callable[[], None], graphs: Any) -> Timing:
         return time_run(self.backend, self.index, run, graphs)
 
-    def _ops(self, step: StepBench, parts: dict[str, Callable[[], None]], recorder: OpRecorder) -> list[dict[str, Any]]:
-        """Time and floor of every op, most expensive first; `weighted`: calls in the slice's parts by name."""
+    def _ops(self, step: StepBench, parts: dict[str, Callable[[], None]]) -> list[dict[str, Any]]:
+        """Time and floor of every op, most expensive first; `parts`: in which part of the step each call was made."""
+        recorder = step.recorder
+        recorder.found.clear()
         step.dispatcher.observer = recorder
         for recorder.part, run in parts.items():
             run()
@@ -167,4 +181,5 @@ class _Bench:
                 "seconds": timing.median, "graph": timing.graph, "floor_seconds": floor, "bytes": group.nbytes,
                 "flops": group.flops, "share_of_floor": floor / timing.median if timing.median else None,
             })  # fmt: skip
+        recorder.found.clear()
         return sorted(rows, key=lambda row: -row["seconds"])

@@ -20,6 +20,19 @@ from deepinfer.model.state import BLOCK_TOKENS
 from deepinfer.runner.sampler import SampledStep, Sampler
 
 
+class BoundNetwork:
+    """The engine's network and sampler over a slice, for steps of at most `max_rows` token rows. `recorder` sees every call
+    while `dispatcher.observer` is set to it."""
+
+    def __init__(self, model: SliceModel, max_rows: int) -> None:
+        self.recorder = OpRecorder()
+        self.network = model.network(max_rows, self.recorder)
+        self.dispatcher = self.network.dispatcher
+        self.sampler = Sampler(self.dispatcher, model.text.vocab_size, model.device)
+        self.advance = self.dispatcher.bind("advance_step")
+        self.dispatcher.observer = None
+
+
 class StepBench:
     """One step of `requests` sequences with `tokens` query tokens each, at the end of a context of `before` tokens.
 
@@ -27,24 +40,19 @@ class StepBench:
     """
 
     def __init__(
-        self, model: SliceModel, requests: int, tokens: int, before: int, logits_each: int = 1, recorder: OpRecorder | None = None
+        self, model: SliceModel, bound: BoundNetwork, requests: int, tokens: int, before: int, logits_each: int = 1
     ) -> None:
         self.model, self.requests, self.tokens = model, requests, tokens
-        self.recorder = recorder
-        self.network = model.network(max(requests * max(tokens, model.text.dspark_block_size), 1), recorder)
-        self.dispatcher = self.network.dispatcher
-        self.sampler = Sampler(self.dispatcher, model.text.vocab_size, model.device)
-        self.advance = self.dispatcher.bind("advance_step")
+        self.network, self.dispatcher, self.recorder = bound.network, bound.dispatcher, bound.recorder
+        self.sampler, self.advance = bound.sampler, bound.advance
         self.meta = self._plan(before)
         self.rows = self.meta.num_rows
         ends = np.arange(1, requests + 1) * tokens
         picked = (ends[:, None] - 1 - np.arange(logits_each)[::-1]).reshape(-1)
         self.logit_rows = self._upload(picked.astype(np.int32))
-        self.batch = random_settings(len(picked))
-        self.settings = {name: self._upload(value) for name, value in self.batch.items()}
+        self.settings = {name: self._upload(value) for name, value in random_settings(len(picked)).items()}
         self.slots = self._upload(np.repeat(np.arange(requests, dtype=np.int32), logits_each))
         self.positions = self._upload(np.repeat(np.full(requests, before + tokens, np.int32), logits_each))
-        self.dispatcher.observer = None
 
     def _plan(self, before: int) -> StepMeta:
         layout, requests = self.model.state.layout, self.requests

@@ -92,7 +92,7 @@ def result(short_samples):
 
 def test_the_token_after_the_context_has_a_place_in_the_history():
     model = SliceModel(CpuBackend(), 0, make_slice(NANO, 2, 2), sequences=1, context=256)
-    step = rank_slice.StepBench(model, 1, 1, before=255)
+    step = rank_slice.StepBench(model, rank_slice.BoundNetwork(model, 5), 1, 1, before=255)
     assert int(step.positions.max()) < model.state.history.shape[1]
 
 
@@ -135,10 +135,10 @@ class TestMeasuring:
 
     def test_a_step_that_fails_is_told_and_the_others_go_on(self, monkeypatch):
         class Failing(rank_slice.StepBench):
-            def __init__(self, model, requests, *rest):
+            def __init__(self, model, bound, requests, *rest):
                 if requests == 2:
                     raise RuntimeError("no such size")
-                super().__init__(model, requests, *rest)
+                super().__init__(model, bound, requests, *rest)
 
         monkeypatch.setattr(rank_slice, "StepBench", Failing)
         found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((2, 1), 128, (), ()))
