@@ -112,7 +112,7 @@ class _Bench:
         self.bound = BoundNetwork(self.model, max_rows) if max_rows else None
 
     def step(self, what: dict[str, Any], before: int, logits_each: int, rows: int, with_ops: bool) -> dict[str, Any]:
-        """One step whole, in parts and, if asked, by op, on a network of `rows` token rows. Never raises for what a kernel does."""
+        """One step whole, in parts and, if asked, by op, on a network of `rows` rows. Never raises for what a kernel does."""
         try:
             self.bind(rows)
             return self._step(what, before, logits_each, with_ops)
