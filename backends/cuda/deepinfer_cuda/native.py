@@ -64,5 +64,22 @@ def _grouped_gemm(call: CallSpec) -> Yes | No:
     return Yes()
 
 
-_SUPPORTS = {"grouped_gemm": _grouped_gemm}
+MOST_SELECTED = 1536
+"""Selected rows of a query row that sparse_attention's list in shared memory has room for, beside 512 of a window."""
+
+
+def _sparse_attention(call: CallSpec) -> Yes | No:
+    """One tile of the matrix unit: up to 64 heads of 512 in BF16, over rows whose expansion to 16 bits is exact."""
+    known = call.statics
+    formats = {"window_format": ("fp8_32",), "compressed_format": ("fp4_16", "fp8_32")}
+    for name, values in {"q": ("bf16",), "out": ("bf16",), "D": (512,), **formats}.items():
+        if known.get(name) not in values:
+            return No(f"it serves {name} of {' or '.join(map(str, values))}, not {known.get(name, 'what is not known yet')}")
+    if not 1 <= known.get("h", 0) <= 64 or known.get("k", 0) > MOST_SELECTED:
+        got = f"h = {known.get('h')} and k = {known.get('k')}"
+        return No(f"it serves up to 64 heads and {MOST_SELECTED} selected rows, not {got}")
+    return Yes()
+
+
+_SUPPORTS = {"grouped_gemm": _grouped_gemm, "sparse_attention": _sparse_attention}
 """By op: its answer. An op without one is not offered."""

@@ -1,0 +1,68 @@
+// sparse_attention: attention of each query row over its window rows and its selected compressed rows, with a sink.
+#include "sparse_attention.cuh"
+
+namespace {
+
+using namespace di;
+using namespace di::attention;
+
+using Element = Bf16;
+constexpr int kParts = 2;  // Of a weight: one leaves an error of up to eight times the card's tolerance.
+
+enum { Q, WINDOW, BASE, ORIGIN, MODULO, COMPRESSED, TABLE, ROWS, REQUEST, POSITIONS, SINK, COUNT, OUT };
+enum { WINDOW_FORMAT, COMPRESSED_FORMAT, BLOCK_ROWS, WINDOW_TOKENS };
+
+bool rows_of_16(const di_tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[2] == 1 && t.stride[1] % 8 == 0 && t.stride[0] % 8 == 0;
+}
+
+int refusal(const di_tensor* t, const di_params* p, di_error* e) {
+  const int64_t formats[2] = {p->i[WINDOW_FORMAT], p->i[COMPRESSED_FORMAT]};
+  if (t[Q].dtype != DI_BF16 || t[OUT].dtype != DI_BF16) return refuse(e, DI_UNSUPPORTED, "only BF16 queries and outputs are served");
+  if (t[Q].shape[2] != kWidth || t[Q].shape[1] > kHeads)
+    return refuse(e, DI_UNSUPPORTED, "heads of %d values and at most %d of them are served", kWidth, kHeads);
+  if (formats[0] != DI_FP8_32 || (present(t[ROWS]) && formats[1] != DI_FP8_32 && formats[1] != DI_FP4_16))
+    return refuse(e, DI_UNSUPPORTED, "fp8_32 window rows with fp4_16 or fp8_32 compressed rows are served");
+  const int64_t chosen = present(t[ROWS]) ? t[ROWS].shape[1] : 0;
+  if (p->i[WINDOW_TOKENS] + chosen > kMostKeys) return refuse(e, DI_UNSUPPORTED, "at most %d keys a row are served", kMostKeys);
+  if (!rows_of_16(t[Q]) || !rows_of_16(t[OUT])) return refuse(e, DI_UNSUPPORTED, "q and out need heads that begin at multiples of 16 bytes");
+  if (t[WINDOW].stride[0] % 16 != 0 || reinterpret_cast<uintptr_t>(t[WINDOW].data) % 16 != 0)
+    return refuse(e, DI_UNSUPPORTED, "window rows must begin at multiples of 16 bytes");
+  if (chosen != 0 && (t[COMPRESSED].stride[0] % 16 != 0 || reinterpret_cast<uintptr_t>(t[COMPRESSED].data) % 16 != 0))
+    return refuse(e, DI_UNSUPPORTED, "compressed blocks must begin at multiples of 16 bytes");
+  return DI_OK;
+}
+
+template <bool fp4>
+int launch(const Arguments& a, cudaStream_t stream, di_error* e) {
+  constexpr auto kernel = attend_rows<Element, kParts, fp4>;
+  if (allow_shared<kernel>(sizeof(Shared)) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %zu bytes", sizeof(Shared));
+  kernel<<<min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream>>>(a);
+  return finish(e, "sparse_attention");
+}
+
+}  // namespace
+
+DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p, void* stream, void*, size_t, di_error* e) {
+  if (n != 13 || p->n_i != 4 || p->n_d != 1) return refuse(e, DI_BAD_CALL, "sparse_attention takes 13 tensors, 4 integers and 1 real");
+  if (t[Q].shape[0] == 0) return DI_OK;
+  if (const int status = refusal(t, p, e)) return status;
+  const bool selects = present(t[ROWS]) && t[ROWS].shape[1] > 0;
+  Arguments a{};
+  a.q = data<__nv_bfloat16>(t[Q]), a.out = data<__nv_bfloat16>(t[OUT]);
+  a.window = data<uint8_t>(t[WINDOW]), a.window_pitch = t[WINDOW].stride[0];
+  a.window_base = data<int>(t[BASE]), a.window_origin = data<int>(t[ORIGIN]), a.window_modulo = data<int>(t[MODULO]);
+  if (selects) {
+    a.compressed = data<uint8_t>(t[COMPRESSED]), a.block_pitch = t[COMPRESSED].stride[0];
+    a.block_table = data<int>(t[TABLE]), a.table_pitch = t[TABLE].stride[0];
+    a.rows = data<int>(t[ROWS]), a.rows_pitch = t[ROWS].stride[0], a.chosen = static_cast<int>(t[ROWS].shape[1]);
+  }
+  a.row_to_req = data<int>(t[REQUEST]), a.positions = data<int>(t[POSITIONS]), a.sink = data<float>(t[SINK]);
+  a.count = present(t[COUNT]) ? data<int>(t[COUNT]) : nullptr;
+  a.q_row = t[Q].stride[0], a.q_head = t[Q].stride[1], a.out_row = t[OUT].stride[0], a.out_head = t[OUT].stride[1];
+  a.heads = static_cast<int>(t[Q].shape[1]), a.block_rows = static_cast<int>(p->i[BLOCK_ROWS]);
+  a.window_tokens = static_cast<int>(p->i[WINDOW_TOKENS]), a.scale = static_cast<float>(p->d[0]);
+  a.tokens = static_cast<int>(t[Q].shape[0]);
+  const auto on = static_cast<cudaStream_t>(stream);
+  return selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16 ? launch<true>(a, on, e) : launch<false>(a, on, e);
+}

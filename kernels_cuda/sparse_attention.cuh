@@ -1,0 +1,281 @@
+// Attention of query rows over their own lists of stored rows, on Hopper's matrix unit: a persistent block takes every
+// gridDim-th row, and what it does for a row depends on that row alone.
+//
+// The 64 heads are one M tile. Four warpgroups, a step being 64 keys of the row's list:
+//   gather    lists a row's keys, gathers their stored bytes and expands them to 16-bit floats in shared memory (two stages)
+//   score     Q K^T of a step, the softmax's weights into shared memory
+//   value 2x  output += weights V, each for 256 of the 512 columns, which stay in registers for the row
+#pragma once
+
+#include "sparse_attention_gather.cuh"
+
+namespace di::attention {
+
+// 2^x within two units of the last place; what lies below 2^-126 is zero.
+__device__ __forceinline__ float power2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- score
+
+template <class E, int parts>
+struct Score {
+  const Arguments& a;
+  Shared& s;
+  int warp, lane;
+  float scores[32];
+  float reference[2], sum[2];
+
+  __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
+
+  // Asks for the query of row t.
+  __device__ __forceinline__ void ask_query(int t) {
+    const int piece = (32 * warp + lane) & 63, odd = warp >> 1;
+    const uint32_t tile = shared_address(s.q);
+    const __nv_bfloat16* from = a.q + t * a.q_row + odd * a.q_head + 8 * piece;
+#pragma unroll 2
+    for (int head = odd; head < kHeads; head += 2) {
+      const bool inside = head < a.heads;
+      async_copy16(tile + piece_offset(head, piece), inside ? from : a.q, inside);
+      from += 2 * a.q_head;
+    }
+    async_copy_commit();
+  }
+
+  __device__ __forceinline__ void take_query() {
+    async_copy_wait<0>();
+    fence_proxy_async();
+    named_barrier_sync(2, kGroup);
+  }
+
+  __device__ __forceinline__ void multiply(uint32_t serial) {
+    const int stage = serial % kStages;
+    mbarrier_wait(&s.full[stage], serial / kStages & 1);
+    const uint64_t q = wgmma_descriptor128(s.q), k = wgmma_descriptor128(s.keys[stage]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; ++i) {
+      const uint32_t at = ((i >> 2) * kSlab + (i & 3) * 32) >> 4;
+      E::template product<64, 0>(scores, q + at, k + at, i > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(scores);
+  }
+
+  // Scores to weights relative to `reference`, into shared memory.
+  __device__ __forceinline__ void weigh(int left, bool last, uint32_t serial) {
+    const float log2_scale = a.scale * kLog2e;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) scores[j] *= log2_scale;
+    if (left < kStep) {
+#pragma unroll
+      for (int j = 0; j < 32; ++j)
+        if (2 * (lane & 3) + 8 * (j / 4) + (j & 1) >= left) scores[j] = -INFINITY;
+    }
+    float highest[2] = {-INFINITY, -INFINITY}, shrink[2];
+#pragma unroll
+    for (int j = 0; j < 32; ++j) highest[(j >> 1) & 1] = fmaxf(highest[(j >> 1) & 1], scores[j]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      highest[i] = fmaxf(highest[i], __shfl_xor_sync(0xFFFFFFFFu, highest[i], 1));
+      highest[i] = fmaxf(highest[i], __shfl_xor_sync(0xFFFFFFFFu, highest[i], 2));
+      shrink[i] = 1.0f;
+      if (highest[i] > reference[i] + kHeadroom) {
+        shrink[i] = power2(reference[i] - highest[i]);
+        reference[i] = highest[i];
+      }
+      sum[i] *= shrink[i];
+    }
+    const int buffer = serial % kWeightBuffers<parts>;
+    mbarrier_wait(&s.unweighed[buffer], (serial / kWeightBuffers<parts> & 1) ^ 1);
+    const uint32_t base = shared_address(s.weights[buffer]) + piece_offset(row(0), 0) + 4 * (lane & 3);  // Piece j: ^ 16 j.
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float x = power2(scores[4 * j + 2 * i] - reference[i]), y = power2(scores[4 * j + 2 * i + 1] - reference[i]);
+        const uint32_t at = (base ^ j << 4) + i * 1024;
+        const uint32_t coarse = E::pack(x, y);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(coarse) : "memory");
+        if (parts == 2) {
+          const uint32_t fine = E::pack(x - E::low(coarse), y - E::high(coarse));
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + kSlab), "r"(fine) : "memory");
+          sum[i] += x + y;
+        } else {
+          sum[i] += E::low(coarse) + E::high(coarse);
+        }
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if ((lane & 3) == 0) s.shrink[buffer][row(i)] = shrink[i];
+      if (last) {
+        float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
+        total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+        const float sink = row(i) < a.heads ? a.sink[row(i)] : 0.0f;
+        if ((lane & 3) == 0) s.share[buffer][row(i)] = 1.0f / (total + power2(sink * kLog2e - reference[i]));
+      }
+    }
+    fence_proxy_async();
+    mbarrier_arrive(&s.weighed[buffer]);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int tokens = rows_of(a);
+    uint32_t serial = 0;
+    int index = 0;
+    if (blockIdx.x < tokens) ask_query(blockIdx.x);
+    for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
+      const int keys = take_keys(s, index, lane), steps = keys > 0 ? steps_of(keys) : 0;
+      take_query();
+      reference[0] = reference[1] = -INFINITY;
+      sum[0] = sum[1] = 0.0f;
+      for (int step = 0; step < steps; ++step, ++serial) {
+        multiply(serial);
+        if (step + 1 == steps) {
+          named_barrier_sync(2, kGroup);
+          if (t + gridDim.x < tokens) ask_query(t + gridDim.x);
+        }
+        weigh(keys - step * kStep, step + 1 == steps, serial);
+      }
+      if (steps == 0 && t + gridDim.x < tokens) ask_query(t + gridDim.x);
+    }
+    async_copy_wait<0>();
+  }
+};
+
+// ---- value
+
+template <class E, int parts>
+struct Value {
+  const Arguments& a;
+  Shared& s;
+  int half, warp, lane;
+  float output[2][64];  // Columns of the half's first and second 128.
+
+  __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
+
+  __device__ __forceinline__ void accumulate(uint32_t serial, bool first) {
+    const int stage = serial % kStages, buffer = serial % kWeightBuffers<parts>;
+    mbarrier_wait(&s.weighed[buffer], serial / kWeightBuffers<parts> & 1);
+    const float shrink[2] = {s.shrink[buffer][row(0)], s.shrink[buffer][row(1)]};
+    if (__any_sync(0xFFFFFFFFu, !first && (shrink[0] != 1.0f || shrink[1] != 1.0f))) {
+#pragma unroll
+      for (int j = 0; j < 64; ++j) output[0][j] *= shrink[(j >> 1) & 1], output[1][j] *= shrink[(j >> 1) & 1];
+    }
+    const uint64_t v = wgmma_descriptor(shared_address(s.keys[stage]) + half * (kTile / 2), kSlab, 1024, kSwizzle128);
+    wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      const uint64_t w = wgmma_descriptor128(s.weights[buffer + part]);
+#pragma unroll
+      for (int i = 0; i < kStep / 16; ++i)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          E::template product<128, 1>(output[n], w + (i * 32 >> 4), v + ((i * 2048 + n * 2 * kSlab) >> 4), !first || i + part > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(output[0]), wgmma_hold(output[1]);
+  }
+
+  __device__ __forceinline__ void release(uint32_t serial) {
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(&s.empty[serial % kStages]);
+      mbarrier_arrive(&s.unweighed[serial % kWeightBuffers<parts>]);
+    }
+  }
+
+  // Four lanes hold two columns each of a piece of eight: after an exchange each lane holds one whole piece of four.
+  __device__ __forceinline__ void write(int t, const float (&share)[2]) {
+    const int quarter = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      __nv_bfloat16* out = a.out + t * a.out_row + row(i) * a.out_head + half * 256;
+#pragma unroll
+      for (int j = 0; j < 32; j += 4) {
+        uint32_t v[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float(&columns)[64] = output[j / 16];
+          const int at = 4 * (j % 16 + k) + 2 * i;
+          v[k] = Bf16::pack(columns[at] * share[i], columns[at + 1] * share[i]);
+        }
+        exchange<1>(v[0], v[1], quarter), exchange<1>(v[2], v[3], quarter);
+        exchange<2>(v[0], v[2], quarter), exchange<2>(v[1], v[3], quarter);
+        if (row(i) < a.heads) *reinterpret_cast<uint4*>(out + 8 * (j + quarter)) = make_uint4(v[0], v[1], v[2], v[3]);
+      }
+    }
+  }
+  // A lane whose bit is clear keeps `low` and takes its partner's `low` into `high`'s place; the partner does the opposite.
+  template <int bit>
+  __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int quarter) {
+    const bool upper = quarter & bit;
+    const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? low : high, bit);
+    if (upper)
+      low = got;
+    else
+      high = got;
+  }
+
+  __device__ __forceinline__ void write_zeros(int t) {
+    const int thread = half * kGroup + 32 * warp + lane;
+    for (int i = thread; i < a.heads * kWidth / 8; i += 2 * kGroup)
+      *reinterpret_cast<uint4*>(a.out + t * a.out_row + i / (kWidth / 8) * a.out_head + i % (kWidth / 8) * 8) = make_uint4(0, 0, 0, 0);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int tokens = rows_of(a);
+    uint32_t serial = 0;
+    int index = 0;
+    for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
+      const int keys = take_keys(s, index, lane);
+      if (keys == 0) write_zeros(t);
+      if (keys <= 0) continue;
+      const int steps = steps_of(keys);
+      for (int step = 0; step < steps - 1; ++step, ++serial) {
+        accumulate(serial, step == 0);
+        release(serial);
+      }
+      accumulate(serial, steps == 1);
+      const int buffer = serial % kWeightBuffers<parts>;
+      const float share[2] = {s.share[buffer][row(0)], s.share[buffer][row(1)]};
+      release(serial);
+      ++serial;
+      write(t, share);
+    }
+  }
+};
+
+template <class E, int parts, bool fp4>
+__global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&s.full[i], kGroup), mbarrier_init(&s.empty[i], 8);
+    for (int i = 0; i < 2; ++i) mbarrier_init(&s.weighed[i], kGroup), mbarrier_init(&s.unweighed[i], 8);
+    for (int i = 0; i < kLists; ++i) mbarrier_init(&s.listed[i], 1), mbarrier_init(&s.unlisted[i], 12);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kGroup, 0), warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x % kGroup / 32, 0);
+  const int lane = threadIdx.x % 32;
+  if (group == 0) {
+    registers_down<104>();
+    Gather<E, fp4> gather{a, s, warp, lane};
+    gather.run();
+  } else if (group == 1) {
+    registers_down<88>();
+    Score<E, parts> score{a, s, warp, lane};
+    score.run();
+  } else {
+    registers_up<160>();
+    Value<E, parts> value{a, s, group - 2, warp, lane};
+    value.run();
+  }
+}
+
+}  // namespace di::attention

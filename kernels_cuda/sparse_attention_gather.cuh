@@ -1,0 +1,225 @@
+// The warpgroup of sparse attention that lists a row's keys, gathers their stored bytes and expands them.
+#pragma once
+
+#include "sparse_attention_rows.cuh"
+#include "sparse_attention_shared.cuh"
+
+namespace di::attention {
+
+// The offset at a place of the list, in bytes.
+__device__ __forceinline__ uint64_t stored_at(uint32_t address, bool some) {
+  uint32_t offset;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.shared.b32 %0, [%1]; }"
+               : "=&r"(offset) : "r"(address), "r"(static_cast<int>(some)) : "memory");
+  return static_cast<uint64_t>(offset) << 4;
+}
+
+// 16 bytes, or zeros without an access.
+__device__ __forceinline__ void load_some16(uint4& v, const uint8_t* from, bool some) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+      " @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(from), "r"(static_cast<int>(some)));
+}
+
+// One or two bytes, or zero without an access.
+template <int bytes>
+__device__ __forceinline__ void load_some(uint32_t& v, const uint8_t* from, bool some) {
+  if (bytes == 1)
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u8 %0, [%1]; }"
+                 : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)));
+  else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
+                 : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)));
+}
+constexpr int kEarly = 4;  // Rows of a batch that are asked for while the batch before is expanded.
+
+// Raw bytes of one batch of rows, held by a thread between its loads and its stores.
+struct Batch {
+  uint4 codes[8];
+  uint32_t scales[8];
+};
+
+// A batch of a step. Kinds 0 and 1 hold 32 rows of fp8_32 each (a warp takes a row), kind 2 holds all 64 rows of fp4_16 (half a
+// warp takes a row), kind 3 is none.
+struct Unit {
+  int slot, window, keys;  // The list.
+  int step, kind;
+};
+
+template <class E, bool fp4>
+struct Gather {
+  const Arguments& a;
+  Shared& s;
+  int warp, lane;
+  Batch batch;
+
+  // Lists row t, the block's row number `index`: window rows, then selected rows up to the first -1.
+  __device__ __forceinline__ void list(int t, int index) {
+    const int thread = 32 * warp + lane;
+    const int request = a.row_to_req[t], position = a.positions[t];
+    const int* rows = a.rows + t * a.rows_pitch;
+    int selected = a.chosen;
+#pragma unroll 1
+    for (int i = thread; i < a.chosen; i += kGroup)
+      if (rows[i] < 0) selected = min(selected, i);
+    selected = __reduce_min_sync(0xFFFFFFFFu, selected);
+    if (lane == 0) s.selected[warp] = selected;
+    named_barrier_sync(1, kGroup);
+    selected = min(min(s.selected[0], s.selected[1]), min(s.selected[2], s.selected[3]));
+    int window = 0, keys = -1;
+    if (request >= 0 && position >= 0) {
+      uint32_t* to = s.offset[index % kLists];
+      const int origin = a.window_origin[request], base = a.window_base[request], modulo = max(a.window_modulo[request], 1);
+      const int first = max(max(position - a.window_tokens + 1, 0), origin);
+      window = max(position - first + 1, 0);
+#pragma unroll 1
+      for (int i = thread; i < window; i += kGroup)
+        to[i] = static_cast<uint32_t>((base + (first + i - origin) % modulo) * a.window_pitch >> 4);
+      const int* table = a.block_table + request * a.table_pitch;
+#pragma unroll 1
+      for (int i = thread; i < selected; i += kGroup) {
+        const int r = rows[i], block = r / a.block_rows;
+        const int64_t within = static_cast<int64_t>(r - block * a.block_rows) * (fp4 ? kFp4Row : kFp8Row);
+        to[window + i] = static_cast<uint32_t>((table[block] * a.block_pitch + within) >> 4);
+      }
+      keys = window + selected;
+    }
+    if (thread == 0) {
+      mbarrier_wait(&s.unlisted[index % kLists], (index / kLists & 1) ^ 1);
+      s.window_of[index % kLists] = window, s.keys_of[index % kLists] = keys;
+      mbarrier_arrive(&s.listed[index % kLists]);
+    }
+    named_barrier_sync(1, kGroup);
+  }
+
+  __device__ __forceinline__ static bool has(int window, int step, int kind) {
+    if (!fp4) return kind < 2;
+    const int window_rows = window - step * kStep;
+    return kind == 0 ? window_rows > 0 : kind == 1 ? window_rows > 32 : window_rows < kStep;
+  }
+  __device__ __forceinline__ Unit first_of(int index) const {
+    const int slot = index % kLists, window = s.window_of[slot], keys = s.keys_of[slot];
+    return Unit{slot, window, keys, 0, keys <= 0 ? 3 : has(window, 0, 0) ? 0 : 2};
+  }
+  // The unit after `u` in its row.
+  __device__ __forceinline__ static Unit after(const Unit& u) {
+    for (int kind = u.kind + 1; kind < 3; ++kind)
+      if (has(u.window, u.step, kind)) return Unit{u.slot, u.window, u.keys, u.step, kind};
+    const int step = u.step + 1;
+    return Unit{u.slot, u.window, u.keys, step, step == steps_of(u.keys) ? 3 : has(u.window, step, 0) ? 0 : 2};
+  }
+
+  // Asks for row i of a batch. Rows past the list, and those of the other kind, give zeros.
+  __device__ __forceinline__ void load(const Unit& u, int i) {
+    if (u.kind == 2) {
+      const int row = u.step * kStep + 2 * warp + (lane >> 4) + 8 * i, h = lane & 15;
+      const bool mine = row >= u.window && row < u.keys;
+      const uint8_t* from = a.compressed + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
+      load_some16(batch.codes[i], from + 16 * h, mine);
+      load_some<2>(batch.scales[i], from + kWidth / 2 + 2 * h, mine);
+    } else if (u.kind < 2) {
+      const int row = u.step * kStep + 32 * u.kind + warp + 4 * i;
+      const bool in_window = row < u.window, mine = row < u.keys && (!fp4 || in_window);
+      const uint8_t* from = (fp4 || in_window ? a.window : a.compressed) + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
+      load_some16(batch.codes[i], from + 16 * lane, mine);
+      load_some<1>(batch.scales[i], from + kWidth + (lane >> 1), mine);
+    }
+  }
+
+  // Expands a batch into a tile, and asks for the next one row by row as registers become free.
+  __device__ __forceinline__ void work(const Unit& u, const Unit& next, uint32_t tile) {
+    if (u.kind == 2)
+      work4(u, next, tile);
+    else
+      work8(u, next, tile);
+  }
+  // Lane l holds pieces 2 l and 2 l + 1; every other four lanes begin with the second, so that eight lanes meet eight banks.
+  __device__ __forceinline__ void work8(const Unit& u, const Unit& next, uint32_t tile) {
+    const int late = (lane >> 2) & 1, left = u.window - u.step * kStep - 32 * u.kind - warp;
+    uint32_t at[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) at[j] = tile + u.kind * 4096 + piece_offset(warp, 2 * lane + (late ^ j));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      hold(batch.codes[i], batch.scales[i]);
+      const uint4 c = batch.codes[i];
+      if (!fp4 || 4 * i < left) {
+        const uint32_t scale = E::ue8m0(batch.scales[i]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          uint32_t v[4];
+          E::fp8(late == j ? c.x : c.z, scale, v[0], v[1]);
+          E::fp8(late == j ? c.y : c.w, scale, v[2], v[3]);
+          store16((at[j] ^ (i & 1) * 64) + i * 512, v[0], v[1], v[2], v[3]);
+        }
+      }
+      if (i < kEarly) load(next, i);
+    }
+  }
+  // Lane h of half a warp holds pieces 4 h to 4 h + 3 and begins with piece (h / 2) % 4 of them.
+  __device__ __forceinline__ void work4(const Unit& u, const Unit& next, uint32_t tile) {
+    const int h = lane & 15, turn = (h >> 1) & 3, begin = u.window - u.step * kStep - 2 * warp - (lane >> 4);
+    uint32_t at[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) at[j] = tile + piece_offset(2 * warp + (lane >> 4), 4 * h + ((j + turn) & 3));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      hold(batch.codes[i], batch.scales[i]);
+      uint4 c = batch.codes[i];
+      if (8 * i >= begin) {
+        if (turn & 1) c = make_uint4(c.y, c.z, c.w, c.x);
+        if (turn & 2) c = make_uint4(c.z, c.w, c.x, c.y);
+        const uint32_t words[4] = {c.x, c.y, c.z, c.w};
+        const uint32_t low = E::e4m3_scale(batch.scales[i] & 0xFF), high = E::e4m3_scale(batch.scales[i] >> 8);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t v[4];
+          E::fp4(words[j], (j + turn) & 2 ? high : low, v);
+          store16(at[j] + i * 1024, v[0], v[1], v[2], v[3]);
+        }
+      }
+      if (i < kEarly) load(next, i);
+    }
+  }
+
+  // Fills a stage for each step of each row; `serial` counts the steps of all rows. The next row is listed once both stages are
+  // full, and at the latest before the last step.
+  __device__ __forceinline__ void run() {
+    const int tokens = rows_of(a), stride = gridDim.x;
+    uint32_t serial = 0;
+    Unit u{0, 0, 0, 0, 3};
+    for (int t = static_cast<int>(blockIdx.x) - stride, index = -1;; t += stride, ++index) {
+      const bool more = t + stride < tokens;
+      bool listed = false, fresh = true;
+      while (true) {
+        if (!listed && more && (u.kind == 3 || u.step >= kStages || u.step + 1 == steps_of(u.keys))) list(t + stride, index + 1), listed = true;
+        Unit next = u.kind == 3 ? u : after(u);
+        if (next.kind == 3 && more) next = first_of(index + 1);
+        const bool last = next.step != u.step || next.slot != u.slot || next.kind == 3, row_ends = next.slot != u.slot || next.kind == 3;
+        if (u.kind == 3) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) load(next, i);
+          u = next;
+          break;
+        }
+        const int stage = serial % kStages;
+        if (fresh) mbarrier_wait(&s.empty[stage], (serial / kStages & 1) ^ 1);
+        work(u, next, shared_address(s.keys[stage]));
+        if (last) {
+          fence_proxy_async();
+          mbarrier_arrive(&s.full[stage]);
+          ++serial;
+        }
+#pragma unroll
+        for (int i = kEarly; i < 8; ++i) load(next, i);
+        fresh = last;
+        u = next;
+        if (row_ends) break;
+      }
+      if (!more) break;
+    }
+  }
+};
+
+}  // namespace di::attention

@@ -1,0 +1,76 @@
+// What the warpgroups of sparse attention share: the call, the block's shared memory, and small helpers.
+#pragma once
+
+#include "di_launch.cuh"
+#include "di_ptx.cuh"
+
+namespace di::attention {
+
+constexpr int kHeads = 64, kWidth = 512, kStep = 64, kStages = 2, kMostKeys = 2048, kLists = 2;
+constexpr int kGroup = 128, kThreads = 4 * kGroup;
+constexpr int kSlab = 64 * 128;  // 64 rows of 128 bytes, swizzled: 64 elements of each row.
+constexpr int kTile = kSlab * kWidth / 64;
+constexpr int kFp8Row = kWidth + kWidth / 32, kFp4Row = kWidth / 2 + kWidth / 16;
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kHeadroom = 8.0f;  // Weights may pass 1 by this power of two before the reference follows the maximum.
+
+struct Arguments {
+  const __nv_bfloat16* q;
+  __nv_bfloat16* out;
+  const uint8_t* window;
+  const uint8_t* compressed;
+  const int *window_base, *window_origin, *window_modulo, *block_table, *rows, *row_to_req, *positions, *count;
+  const float* sink;
+  int64_t q_row, q_head, out_row, out_head;  // Elements.
+  int64_t window_pitch, block_pitch;         // Bytes.
+  int64_t table_pitch, rows_pitch;           // Elements.
+  int tokens, heads, chosen, block_rows, window_tokens;
+  float scale;
+};
+
+// `parts` slabs make the weights of a step; with one part there is room for two steps.
+template <int parts>
+constexpr int kWeightBuffers = 2 / parts;
+
+struct Shared {
+  alignas(1024) uint8_t q[kTile];
+  alignas(1024) uint8_t keys[kStages][kTile];
+  alignas(1024) uint8_t weights[2][kSlab];
+  uint32_t offset[kLists][kMostKeys];  // Of a list's rows in their store, in units of 16 bytes.
+  float shrink[2][kHeads];        // By weight buffer: what the output so far is multiplied by before the step is added.
+  float share[2][kHeads];         // By weight buffer, at a row's last step: what the output is multiplied by in the end.
+  uint64_t full[kStages], empty[kStages], weighed[2], unweighed[2], listed[kLists], unlisted[kLists];
+  int window_of[kLists], keys_of[kLists];  // Keys of a list: in the window, and all; -1 for a row that is left as it is.
+  int selected[4];
+};
+
+// Where the 16-byte piece `piece` of row `row` lies in a tile.
+__device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
+  return (piece >> 3) * kSlab + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
+}
+
+__device__ __forceinline__ void store16(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Work on the values is not moved before the stores that come first, which would fill the registers.
+__device__ __forceinline__ void hold(uint4& v, uint32_t& w) {
+  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w), "+r"(w)::"memory");
+}
+
+__device__ __forceinline__ int rows_of(const Arguments& a) {
+  return a.count == nullptr ? a.tokens : max(0, min(*a.count, a.tokens));
+}
+__device__ __forceinline__ int steps_of(int keys) { return (keys + kStep - 1) / kStep; }
+
+// Keys of the block's row number `index`, for the groups that use them.
+__device__ __forceinline__ int take_keys(Shared& s, int index, int lane) {
+  const int slot = index % kLists;
+  mbarrier_wait(&s.listed[slot], index / kLists & 1);
+  const int keys = s.keys_of[slot];
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(&s.unlisted[slot]);
+  return keys;
+}
+
+}  // namespace di::attention

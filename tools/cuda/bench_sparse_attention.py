@@ -1,0 +1,227 @@
+"""Times sparse_attention at DeepSeek-V4.1's sizes on one GPU, from the rows as the caches keep them.
+
+    python tools/cuda/bench_sparse_attention.py                                        decode and prefill, the CUDA C++ kernel
+    python tools/cuda/bench_sparse_attention.py --report reports/h200/sparse_attention.json
+    python tools/cuda/bench_sparse_attention.py --provider triton --only decode
+
+Decode: 64, 256 and 1536 query rows, one or six of a request; a ring of 134 window rows of fp8_32 (128 of them keys) and 512 of
+4096 compressed rows of fp4_16, chosen at random, in shuffled blocks of 64. Prefill: 4096 queries of one request with 65 536
+compressed rows; 512 or 1024 of them and a window of 128 from a flat store, or 640 and none. Random codes, scales and queries.
+
+A graph holds one call on each of several problems that together exceed the last-level cache; a time is the median over replays
+of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in float64, and a
+row alone must have the bits that it has in the batch. In the same run: the rates of a large copy and of a large BF16 product,
+and, at 256 rows, torch's own products and softmax over keys gathered and decoded beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", ".", "hal", "backends/cuda", "backends/triton")]
+
+import torch  # noqa: E402
+from deepinfer_hal import row_layout  # noqa: E402
+from deepinfer_hal.card import get_card  # noqa: E402
+from deepinfer_hal.ops._common import float64_reference  # noqa: E402
+from report import store  # noqa: E402
+
+HEADS, D, WINDOW, RING, BLOCK = 64, 512, 128, 134, 64
+DECODE = ((64, 1), (256, 1), (1536, 1), (64, 6), (256, 6), (1536, 6))
+PREFILL = ((512, WINDOW), (640, 0), (1024, WINDOW))
+QUERIES, CONTEXT, PREFILL_CONTEXT = 4096, 4096, 65536
+CARD = get_card("sparse_attention")
+BY_ROW = ("q", "rows", "row_to_req", "positions")
+Args = dict[str, Any]
+
+
+def stored_rows(count: int, format: str, gen: torch.Generator) -> torch.Tensor:
+    """uint8 [count, row bytes]: rows drawn from 4096 quantised ones."""
+    values = torch.randn(4096, D, generator=gen, device=gen.device)
+    pool = torch.cat(row_layout.encode_rows(values, format), dim=1)
+    rows = torch.empty(count, pool.shape[1], dtype=torch.uint8, device=gen.device)
+    for first in range(0, count, 1 << 16):
+        part = rows[first : first + (1 << 16)]
+        part.copy_(pool[torch.randint(0, 4096, (part.shape[0],), generator=gen, device=gen.device)])
+    return rows
+
+
+def chosen_rows(queries: int, k: int, context: int, gen: torch.Generator) -> torch.Tensor:
+    """int32 [queries, k]: k distinct rows of the context each, ascending."""
+    rows = torch.empty(queries, k, dtype=torch.int32, device=gen.device)
+    for part in rows.split(512):
+        draw = torch.rand(part.shape[0], context, generator=gen, device=gen.device)
+        part.copy_(draw.topk(k, dim=1).indices.sort(1).values)
+    return rows
+
+
+def problem(queries: int, requests: int, k: int, context: int, window: dict[str, Any], seed: int, device: str) -> Args:
+    """A call's arguments: `requests` caches of `context` rows; `window` has the store's arguments and each row's position."""
+    gen = torch.Generator(device).manual_seed(seed)
+    blocks = requests * context // BLOCK
+    ring = stored_rows(window.pop("stored"), "fp8_32", gen)
+    return dict(
+        q=torch.randn(queries, HEADS, D, generator=gen, device=device).to(torch.bfloat16),
+        window=ring, window_format="fp8_32", compressed_format="fp4_16", block_rows=BLOCK,
+        compressed=stored_rows(blocks * BLOCK, "fp4_16", gen).view(blocks, -1),
+        block_table=torch.randperm(blocks, generator=gen, device=device).to(torch.int32).view(requests, -1),
+        rows=chosen_rows(queries, k, context, gen),
+        row_to_req=(torch.arange(queries, device=device) * requests // queries).to(torch.int32),
+        sink=torch.randn(HEADS, generator=gen, device=device), scale=D**-0.5, count=None,
+        out=torch.full((queries, HEADS, D), float("nan"), dtype=torch.bfloat16, device=device), **window,
+    )  # fmt: skip
+
+
+def ints(values: Any, device: str) -> torch.Tensor:
+    return torch.as_tensor(values, device=device).to(torch.int32)
+
+
+def decode_problem(queries: int, per_request: int, seed: int, device: str) -> Args:
+    requests = -(-queries // per_request)
+    row = torch.arange(queries)
+    window = dict(
+        stored=requests * RING, window_base=ints(torch.randperm(requests) * RING, device),
+        window_origin=ints([0] * requests, device), window_modulo=ints([RING] * requests, device), window_tokens=WINDOW,
+        positions=ints(CONTEXT - 8 + row % per_request, device),
+    )  # fmt: skip
+    args = problem(queries, requests, 512, CONTEXT, window, seed, device)
+    args["row_to_req"] = ints(row // per_request, device)
+    return args
+
+
+def prefill_problem(k: int, window_tokens: int, seed: int, device: str) -> Args:
+    stored = QUERIES + WINDOW
+    window = dict(
+        stored=stored, window_base=ints([0], device), window_origin=ints([PREFILL_CONTEXT - stored], device),
+        window_modulo=ints([stored], device), window_tokens=window_tokens,
+        positions=ints(torch.arange(PREFILL_CONTEXT - QUERIES, PREFILL_CONTEXT), device),
+    )  # fmt: skip
+    return problem(QUERIES, 1, k, PREFILL_CONTEXT, window, seed, device)
+
+
+def ordered(args: Args) -> list[Any]:
+    return [args[name] for name in CARD.arg_names]
+
+
+def some_rows(args: Args, rows: torch.Tensor, dtype: torch.dtype) -> Args:
+    """The same call with these query rows alone and an output of its own."""
+    few = {name: value[rows].contiguous() if name in BY_ROW else value for name, value in args.items()}
+    return few | {"out": torch.full(few["q"].shape, float("nan"), dtype=dtype, device=rows.device)}
+
+
+def check(kernel: Callable[..., None], args: Args) -> float:
+    """Largest error over the card's tolerance in the first rows. ValueError for a wrong row, or one whose bits change alone."""
+    kernel(*ordered(args))
+    rows = torch.arange(4, device=args["q"].device)
+    wanted = some_rows(args, rows, torch.float64)
+    with float64_reference():
+        CARD.reference(*ordered(wanted))
+    allowed = CARD.tolerance(args, "out")
+    difference = (args["out"][:4].double() - wanted["out"]).abs()
+    ratio = float((difference / (allowed.atol + allowed.rtol * wanted["out"].abs())).max())
+    alone = some_rows(args, rows[2:3], torch.bfloat16)
+    kernel(*ordered(alone))
+    if not ratio <= 1 or not torch.equal(alone["out"][0].view(torch.int16), args["out"][2].view(torch.int16)):
+        raise ValueError(f"wrong: {ratio:.2f} times the tolerance, or a row whose bits depend on its batch")
+    return ratio
+
+
+def replay_us(calls: list[Callable[[], Any]], replays: int) -> float:
+    """Median microseconds of a call, over replays of one graph of all calls."""
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(), graph.replay(), end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def measure(kernel: Callable[..., None], problems: list[Args], replays: int) -> dict[str, Any]:
+    """One size: time, what share of the product's work that is, and the error of its first rows."""
+    ratio = check(kernel, problems[0])
+    us = replay_us([lambda args=args: kernel(*ordered(args)) for args in problems], replays)
+    first = problems[0]
+    keys = first["rows"].shape[1] + first["window_tokens"]
+    flops = 4 * HEADS * D * keys * first["q"].shape[0]
+    return dict(us=round(us, 1), tflops=round(flops / us * 1e-6, 1), error_over_tolerance=round(ratio, 3), problems=len(problems))
+
+
+def torch_us(args: Args, replays: int) -> float:
+    """Two batched products and a softmax by torch, over BF16 keys that were gathered and decoded beforehand."""
+    keys = args["rows"].shape[1] + args["window_tokens"]
+    q = args["q"]
+    gathered = [torch.randn(q.shape[0], keys, D, device=q.device).to(torch.bfloat16) for _ in range(2)]
+
+    def call(k: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)).float() * D**-0.5, dim=-1).to(torch.bfloat16), k)
+
+    return replay_us([lambda k=k: call(k) for k in gathered], replays)
+
+
+def ceilings(device: str) -> dict[str, float]:
+    a = torch.randn(8192, 8192, device=device).to(torch.bfloat16)
+    big = [torch.randn(1 << 29, device=device).to(torch.bfloat16) for _ in range(2)]
+    product, copy = replay_us([lambda: a @ a.T], 5), replay_us([lambda: torch.add(big[0], 1, out=big[1])], 5)
+    return dict(matmul_tflops=round(2 * 8192**3 / product * 1e-6, 1), copy_tb_s=round(4 * (1 << 29) / copy * 1e-6, 3))
+
+
+def find_kernel(provider: str) -> tuple[str, Callable[..., None]]:
+    """The provider's kernel on the first GPU and its symbol. SystemExit where there is none."""
+    from deepinfer_cuda import gpu
+    from deepinfer_cuda.kernels import kernels_of
+
+    for kernel in kernels_of(gpu.gpu_of(0)):
+        if (kernel.op, kernel.provider) == (CARD.name, provider):
+            return kernel.symbol, kernel.fn
+    raise SystemExit(f"{provider} offers no {CARD.name} on this GPU")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--provider", default="cuda", help="cuda (C++) or triton")
+    parser.add_argument("--only", choices=("decode", "prefill"), help="one half alone")
+    parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--report", type=Path, help="JSON file to store")
+    options = parser.parse_args()
+    symbol, kernel = find_kernel(options.provider)
+    sizes: dict[str, Any] = {}
+    for queries, per_request in DECODE if options.only != "prefill" else ():
+        problems = [decode_problem(queries, per_request, seed, "cuda") for seed in range({64: 12, 256: 6}.get(queries, 3))]
+        name = f"decode, {queries} rows, {per_request} a request"
+        sizes[name] = measure(kernel, problems, options.replays)
+        if (queries, per_request) == (256, 1):
+            sizes[name]["torch_us"] = round(torch_us(problems[0], options.replays), 1)
+        print(name, sizes[name], flush=True)
+    for k, window_tokens in PREFILL if options.only != "decode" else ():
+        problems = [prefill_problem(k, window_tokens, seed, "cuda") for seed in range(2)]
+        name = f"prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
+        sizes[name] = measure(kernel, problems, options.replays)
+        print(name, sizes[name], flush=True)
+    measured = ceilings("cuda")
+    print(measured)
+    if options.report:
+        found = dict(gpu=torch.cuda.get_device_name(0), symbol=symbol, ceilings=measured, sizes=sizes)
+        store(options.report, "sparse_attention", shlex.join(["python", *sys.argv]), found)
+
+
+if __name__ == "__main__":
+    main()
