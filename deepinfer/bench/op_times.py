@@ -15,6 +15,7 @@ from deepinfer_hal.weights import WeightHandle
 
 SAMPLES = 5
 SAMPLE_SECONDS = 4e-3
+_RUN_SECONDS = 0.5
 _FLOAT8_OPS = frozenset({"linear", "grouped_linear", "grouped_gemm", "score_index"})
 """Ops whose operands are codes, so that a device may multiply them as such."""
 
@@ -67,7 +68,8 @@ class Timing:
 
 
 def time_run(backend: Any, index: int, run: Callable[[], None], graphs: Any = None) -> Timing:
-    """Times `run`, replayed from a graph if `graphs` is given. Samples last long enough for the clock to tell."""
+    """Times `run`, replayed from a graph if `graphs` is given. Samples last long enough for the clock to tell; long runs get
+    fewer samples."""
     replay, graph = run, None
     if graphs is not None:
         graph = graphs.capture(run)
@@ -82,9 +84,9 @@ def time_run(backend: Any, index: int, run: Callable[[], None], graphs: Any = No
             replay()
         return (clock() - start) / times
 
-    sample(1)
-    times = max(1, min(int(SAMPLE_SECONDS / max(sample(1), 1e-7)), 1000))
-    values = [sample(times) for _ in range(SAMPLES)]
+    one = sample(1)
+    times = max(1, min(int(SAMPLE_SECONDS / max(one, 1e-7)), 1000))
+    values = [sample(times) for _ in range(max(1, min(SAMPLES, int(_RUN_SECONDS / max(one, 1e-7)))))]
     if hasattr(graph, "reset"):
         graph.reset()
     return Timing(statistics.median(values), min(values), max(values), graph is not None)

@@ -80,6 +80,8 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
     text = cut.model.text
     for step in steps:
         if "ops" in step:
+            for op in step["ops"]:
+                op["floor_seconds"] = bench.ceilings.seconds(op["bytes"], op["flops"], op["dtype"])
             step["ops"] = whole_model_ops(result, step)
     return {
         **result, "missing_kinds": missing_kinds(result),
@@ -158,7 +160,7 @@ class _Bench:
         return time_run(self.backend, self.index, run, graphs)
 
     def _ops(self, step: StepBench, parts: dict[str, Callable[[], None]]) -> list[dict[str, Any]]:
-        """Time and floor of every op, most expensive first; `parts`: in which part of the step each call was made."""
+        """Time, bytes and FLOPs of every op, most expensive first; `parts`: in which part of the step each call was made."""
         recorder = step.recorder
         recorder.found.clear()
         step.dispatcher.observer = recorder
@@ -175,11 +177,10 @@ class _Bench:
                     call()
 
             timing = self._time(run, graphs)
-            floor = self.ceilings.seconds(group.nbytes, group.flops, group.dtype)
             rows.append({
                 "op": group.op, "role": group.role, "calls": len(group.calls), "parts": group.parts,
-                "seconds": timing.median, "graph": timing.graph, "floor_seconds": floor, "bytes": group.nbytes,
-                "flops": group.flops, "share_of_floor": floor / timing.median if timing.median else None,
+                "seconds": timing.median, "graph": timing.graph, "bytes": group.nbytes, "flops": group.flops,
+                "dtype": group.dtype,
             })  # fmt: skip
         recorder.found.clear()
         return sorted(rows, key=lambda row: -row["seconds"])
