@@ -62,6 +62,8 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
     bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, _CEILING_BYTES))
     result = {
         "device": f"{backend.name}:{index}",
+        "device_name": next((one.name for one in backend.probe() if one.index == index), ""),
+        "build": dict(backend.describe_build()),
         "ranks": cut.ranks,
         "layers": list(cut.layers),
         "kinds": cut.kinds,

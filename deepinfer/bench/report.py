@@ -15,7 +15,7 @@ from typing import Any
 import deepinfer
 from deepinfer.errors import ConfigError
 
-_PACKAGES = ("torch", "numpy", "tokenizers", "msgspec")
+_PACKAGES = ("torch", "triton", "numpy", "tokenizers", "msgspec")
 
 
 def make_report(kind: str, settings: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
