@@ -41,6 +41,16 @@ SM90_BANDWIDTH, SM90_FLOPS = 4.8e12, 1.979e15
 """The same of an H200."""
 
 
+BY_BANDWIDTH, BY_COMPUTE = SM90_BANDWIDTH / SM100_BANDWIDTH, SM90_FLOPS / SM100_FLOPS
+
+
+def published_scaled(kind: str, size: int) -> dict[str, float]:
+    """The published figure of a kind of step at that size, scaled to an H200 by bandwidth and by compute; empty without one."""
+    points = {"verify": PUBLISHED_DECODE, "prefill": PUBLISHED_PREFILL, "replayed prefill": PUBLISHED_PREFILL}.get(kind, ())
+    found = [point.tokens_per_second for point in points if point.size == size]
+    return {"by_bandwidth": found[0] * BY_BANDWIDTH, "by_compute": found[0] * BY_COMPUTE} if found else {}
+
+
 def scaled(points: tuple[PublishedPoint, ...], factor: float) -> list[tuple[int, float]]:
     """(size, tokens per second) of published points on a part with `factor` of the speed."""
     return [(point.size, point.tokens_per_second * factor) for point in points]
@@ -108,6 +118,7 @@ def _whole(step: Mapping[str, Any], kind: str, terms: list[Term], tokens: float)
     return {
         "kind": kind, "requests": step["requests"], "tokens": step["tokens"], "seconds": seconds,
         "tokens_per_second": tokens / seconds,
+        "published_scaled": published_scaled(kind, step["tokens"] if "prefill" in kind else step["requests"]),
         "terms": [{"name": term.name, "count": term.count, "seconds": term.seconds} for term in terms],
     }  # fmt: skip
 

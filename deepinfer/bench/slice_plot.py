@@ -11,8 +11,8 @@ from deepinfer.errors import ConfigError
 
 _CURVES = (
     ("published, SM100", 1.0, "-"),
-    ("scaled by bandwidth", ex.SM90_BANDWIDTH / ex.SM100_BANDWIDTH, "--"),
-    ("scaled by compute", ex.SM90_FLOPS / ex.SM100_FLOPS, ":"),
+    ("scaled by bandwidth", ex.BY_BANDWIDTH, "--"),
+    ("scaled by compute", ex.BY_COMPUTE, ":"),
 )
 
 

@@ -113,6 +113,9 @@ def _arithmetic(one: dict[str, Any]) -> str:
     terms = " + ".join(f"{term['count']:g} x {1e6 * term['seconds']:.1f} us {term['name']}" for term in one["terms"])
     size = f"{one['requests']} requests" if "prefill" not in one["kind"] else f"{one['tokens']} tokens"
     speed = f"{one['tokens_per_second']:.0f} tokens/s"
+    if one["published_scaled"]:
+        there = " and ".join(f"{value:.0f} {how.replace('_', ' ')}" for how, value in one["published_scaled"].items())
+        speed += f" (published figure scaled: {there})"
     return f"whole model, {one['kind']} {size}: {terms} = {1e3 * one['seconds']:.3f} ms, {speed}"
 
 

@@ -12,7 +12,7 @@ from deepinfer_hal.row_layout import read_rows
 from recording_backend import RecordingBackend
 
 from deepinfer.bench import op_times, rank_slice, slice_plot
-from deepinfer.bench.extrapolate import PUBLISHED_DECODE, extrapolate, scaled, whole_model_ops
+from deepinfer.bench.extrapolate import PUBLISHED_DECODE, extrapolate, published_scaled, scaled, whole_model_ops
 from deepinfer.bench.rank_slice import Workload, measure
 from deepinfer.bench.slice_config import choose_layers, kind_counts, make_slice
 from deepinfer.bench.slice_model import SliceModel
@@ -177,6 +177,8 @@ class TestArithmetic:
 
     def test_the_published_curve_is_scaled_point_by_point(self):
         assert scaled(PUBLISHED_DECODE, 0.5) == [(8, 1300), (256, 13150)]
+        assert published_scaled("verify", 8)["by_bandwidth"] == pytest.approx(2600 * 0.6)
+        assert published_scaled("verify", 16) == published_scaled("decode", 8) == {}
 
 
 class TestTheCommand:
