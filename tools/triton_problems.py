@@ -19,6 +19,7 @@ from deepinfer_triton.targets import Target
 
 H, STREAMS, HEADS, D, ROPE, EXPERTS, TOP_K, INTER = 5120, 4, 64, 512, 64, 384, 6, 2304
 INDEX_HEADS, INDEX_D, SELECTED, WINDOW, VOCAB = 32, 128, 512, 128, 129280
+NGRAM, MARKOV, BLOCK, LOGPROBS = 4, 256, 5, 20
 T, R = 64, 16
 
 BF16, F32, U8, I32, I64 = torch.bfloat16, torch.float32, torch.uint8, torch.int32, torch.int64
@@ -192,6 +193,53 @@ def _cache_writes() -> Iterator[Problem]:
     yield Problem("compress_kv", "compress_kv", (*rows, *groups))
 
 
+def _sampling() -> Iterator[Problem]:
+    logits, i32 = meta(T, VOCAB, dtype=F32), meta(T, dtype=I32)
+    f32, seeds = meta(T, dtype=F32), meta(T, dtype=I64)
+    yield Problem("sample", "sample", (logits, f32, i32, f32, f32, seeds, i32, 0, i32))
+    yield Problem("nan_row_flags", "nan_row_flags", (logits, meta(T, dtype=U8)))
+    best = (meta(T, LOGPROBS, dtype=I32), meta(T, LOGPROBS, dtype=F32))
+    yield Problem("top_logprobs", "top_logprobs", (logits, i32, f32, i32, *best))
+    history, biases = meta(T, 131072, dtype=I32), (meta(T + 1, dtype=I32), meta(512, dtype=I32), meta(512, dtype=F32))
+    args = (history, i32, i32, i32, f32, f32, f32, *biases)
+    yield Problem("mask_logits", "mask_logits", (*args, None, logits))
+    yield Problem("mask_logits allowed", "mask_logits", (*args, meta(T, VOCAB // 32, dtype=I32), logits))
+    places, drafts = meta(R, BLOCK + 1, dtype=I32), meta(R, BLOCK, dtype=I32)
+    both = (meta(R, BLOCK + 1, VOCAB, dtype=F32), meta(R, BLOCK, VOCAB, dtype=F32))
+    for rule, given in (("coupled", (None, None)), ("rejection", both)):
+        args = (places, drafts, meta(R, dtype=I32), *given, meta(R, dtype=I64), meta(R, dtype=I32), rule)
+        yield Problem(f"verify_drafts {rule}", "verify_drafts", (*args, meta(R, dtype=I32), places))
+    chances, cost = meta(T, BLOCK, dtype=F32), meta(T * (BLOCK + 1) + 1, dtype=F32)
+    yield Problem("plan_verify_lengths", "plan_verify_lengths", (chances, cost, T, i32))
+
+
+def _state() -> Iterator[Problem]:
+    ids, history, count = meta(T, dtype=I32), meta(R, 131072, dtype=I32), meta(1, dtype=I32)
+    yield Problem("advance_step", "advance_step", (ids, ids, ids, history))
+    args = (history, meta(R, dtype=I32), ids, ids, count, ids)
+    yield Problem("gather_tokens", "gather_tokens", (*args, meta(T, NGRAM, dtype=I32)))
+    yield Problem("gather_tokens ids only", "gather_tokens", (*args, None))
+    rows = meta(4096, 528, dtype=U8)
+    yield Problem("copy_rows", "copy_rows", (rows, ids, ids, rows))
+    yield Problem("copy_blocks", "copy_blocks", (ids, ids, _cache("fp4_16", D, 64)))
+    yield Problem("snapshot_state", "snapshot_state", (ids, ids, meta(R, 43 * 136 * 528, dtype=U8)))
+
+
+def _draft() -> Iterator[Problem]:
+    f32 = meta(T, dtype=F32)
+    yield Problem("draft_features", "draft_features", (meta(T, STREAMS, H), meta(1, dtype=I32), meta(T, 3 * H)[:, :H]))
+    head = (meta(T, H), meta(T, MARKOV), meta(1, H + MARKOV), 1.0, f32, f32)
+    yield Problem("confidence_head", "confidence_head", head)
+    logits, mu = meta(T, VOCAB, dtype=F32), meta(T, MARKOV)
+    tables = (handle("bf16", VOCAB, MARKOV), handle("bf16", VOCAB, MARKOV))
+    yield Problem("markov_logits", "markov_logits", (logits, meta(T, dtype=I32), *tables, logits, mu), product=True)
+    ints = [meta(R, dtype=I32) for _ in range(3)]
+    q, drafts = meta(R * BLOCK, HEADS, D), _cache("fp8_32", D, 0)
+    tail = (meta(HEADS, dtype=F32), D**-0.5, WINDOW, meta(1, dtype=I32), q)
+    args = (q, _cache("fp8_32", D, 0), *ints, "fp8_32", meta(R, dtype=I32), drafts, BLOCK, *tail)
+    yield Problem("draft_attention", "draft_attention", args, product=True)
+
+
 def problems() -> list[Problem]:
     """Every kernel at least once, at V4.1's shapes and formats."""
     embed = (meta(T, dtype=I32), handle("bf16", VOCAB, H), meta(1, dtype=I32), meta(T, STREAMS, H))
@@ -214,6 +262,9 @@ def problems() -> list[Problem]:
         _index("candidates", 2048),
         _attention("window", None),
         _attention("window + fp4_16", "fp4_16"),
+        *_sampling(),
+        *_state(),
+        *_draft(),
     ]
 
 

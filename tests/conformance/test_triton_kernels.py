@@ -52,6 +52,9 @@ def is_large(case: Case) -> bool:
         or (case.op in ("permute", "route_topk") and p["E"] == 384)
         or (case.op == "grouped_gemm" and rows > 60)
         or (case.op == "sparse_attention" and p["heads"] * p["k"] > 1024)
+        or (case.op in ("sample", "top_logprobs") and p["S"] * p["V"] > 60_000)
+        or (case.op in ("plan_verify_lengths", "verify_drafts") and p["R"] > 30)
+        or (case.op == "draft_attention" and p["heads"] == 64)
     )
 
 

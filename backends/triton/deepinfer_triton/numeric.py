@@ -57,6 +57,15 @@ def valid_rows(count, rows):
     return n
 
 
+@triton.jit
+def log1p_of_fraction(e):
+    """log(1 + e) for -1/2 <= e <= 1 to float32's precision: 2 atanh(s) with |s| = |e / (2 + e)| <= 1/3, by its odd series."""
+    s = e / (2.0 + e)
+    q = s * s
+    series = 1.0 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11 + q * (1.0 / 13))))))
+    return 2.0 * s * series
+
+
 # ------------------------------------------------------------------------------------------------------ codes to values
 
 

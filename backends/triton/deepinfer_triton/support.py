@@ -22,6 +22,9 @@ DENSE = ("bf16", "f32")
 ACTIVATIONS = (*DENSE, "u8")
 PRIORITY = 50
 
+NVIDIA = ("interpreter", "sm90", "sm100", "sm103")
+"""Targets of the kernels whose tiles were chosen for a GPU alone: the interpreter checks them, an NPU has its own."""
+
 
 def offer(
     op: str,

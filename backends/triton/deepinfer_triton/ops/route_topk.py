@@ -12,21 +12,12 @@ import triton
 import triton.language as tl
 
 from deepinfer_triton.launch import launch
-from deepinfer_triton.numeric import MAGNITUDE, as_bits, valid_rows
+from deepinfer_triton.numeric import MAGNITUDE, as_bits, log1p_of_fraction, valid_rows
 from deepinfer_triton.support import offer, serves
 from deepinfer_triton.targets import Target
 
 TAKEN = tl.constexpr(-(2**62))
 """Below the rank of every expert that may still be taken."""
-
-
-@triton.jit
-def log1p_of_fraction(e):
-    """log(1 + e) for 0 <= e <= 1 to float32's precision: 2 atanh(s) with s = e / (2 + e) <= 1/3, by its odd series."""
-    s = e / (2.0 + e)
-    q = s * s
-    series = 1.0 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11 + q * (1.0 / 13))))))
-    return 2.0 * s * series
 
 
 @triton.jit
