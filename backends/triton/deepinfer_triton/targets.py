@@ -29,10 +29,14 @@ class Target:
     attention_warps: int = 8
     index_columns: int = 128
     head_group: int = 32
+    draft_heads: int = 128
+    draft_keys: int = 32
+    draft_columns: int = 128
+    draft_warps: int = 8
 
 
 INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256, head_group=64)
-SM90 = Target("sm90", "bf16", depth=64, keys=16, head_group=16)
+SM90 = Target("sm90", "bf16", depth=64, keys=16, head_group=16, draft_keys=64)
 SM100 = Target("sm100", "scaled", keys=32)
 SM103 = replace(SM100, name="sm103")
 ASCEND950 = Target(
