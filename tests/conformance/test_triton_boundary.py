@@ -29,7 +29,7 @@ def survivors_kernel(logits, top_k, top_p, temperature, floor, ties, V: tl.const
     a0, a1, a2, a3, p0, p1, p2, p3, same, low = collect(logits, float("inf"), V, LANES)
     peak, lowest = tl.max(a0, axis=0), tl.min(low, axis=0)
     k, p, t = tl.load(top_k), tl.load(top_p), tl.load(temperature)
-    found, number = survivors(logits, a0, a1, a2, a3, lowest, peak, k, p, t, V, LANES)
+    found, number, *rest = survivors(logits, a0, a1, a2, a3, p0, p1, p2, p3, lowest, peak, k, p, t, V, LANES)
     tl.store(floor, found)
     tl.store(ties, number)
 

@@ -52,10 +52,8 @@ def test_the_kernels_agree_with_their_cards_in_the_interpreter():
     python = need(triton_python, assemble_triton.WRITTEN_FOR)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", "-k", "not at_size"]
-    done = subprocess.run(
-        [*command, "tests/conformance/test_triton_kernels.py"], cwd=ROOT, env=environment, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+    files = ["tests/conformance/test_triton_kernels.py", "tests/conformance/test_triton_boundary.py"]
+    done = subprocess.run([*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 

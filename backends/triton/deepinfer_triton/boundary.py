@@ -141,20 +141,6 @@ def cut(low, high, above, t, weight, target):
 
 
 @triton.jit
-def boundary(row, a0, a1, a2, a3, lowest, peak, rate, target, V: tl.constexpr, LANES: tl.constexpr):
-    """(v, W above v) of a row whose largest logits are kept and whose least finite one is `lowest`; v is `lowest` if not even
-    all logits reach the target.
-    """
-    least = tl.maximum(tl.max(a3, axis=0), value_of(key_of(lowest) - 1))
-    above = weight_above(a0, a1, a2, a3, least, peak, rate)
-    if above >= target:
-        v, above = bisect_kept(a0, a1, a2, a3, least, peak, 0.0, peak, rate, target)
-    else:
-        v, above = boundary_below(row, lowest, tl.maximum(least, lowest), above, peak, rate, target, V, LANES)
-    return v, above
-
-
-@triton.jit
 def boundary_below(row, low, high, above, peak, rate, target, V: tl.constexpr, LANES: tl.constexpr):
     """(v, W above v) where v lies in [low, high] and W above `high` is known: rounds of passes over the row."""
     rounds = 0

@@ -13,7 +13,8 @@ class Target:
     expanded to BF16 first, which is exact; "f32": everything is widened (Triton's interpreter miscomputes BF16
     products). features, tokens, depth: a GEMM tile's weight rows, activation rows and K. keys: keys that an attention
     step gathers. columns: width of a tile of the row-wise kernels; row_columns: up to this width a row is one tile;
-    rope_heads: heads that a program turns.
+    rope_heads: heads that a program turns. draft_heads, draft_keys, draft_columns: a draft block's query heads, keys of a step
+    and columns of the output that a program has.
     """
 
     name: str

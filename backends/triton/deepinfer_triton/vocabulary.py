@@ -9,11 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LANES = 2048
-WARPS = 16
-"""512 threads with four logits each: what registers allow beside four sorted levels of logits and columns a lane."""
+LANES, WARPS = 2048, 8
+"""256 threads with eight logits each: what registers allow beside four sorted levels of logits and columns a lane."""
 
-STAGES = tl.constexpr(8)
+WIDE_LANES, WIDE_WARPS = 4096, 16
+"""Of the passes that keep little."""
+
+STAGES = tl.constexpr(4)
 """Tiles on their way from memory: a row's program has a multiprocessor to itself and must fill its share of the bandwidth."""
 
 

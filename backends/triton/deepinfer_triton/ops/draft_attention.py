@@ -20,7 +20,9 @@ from deepinfer_triton.targets import Target
 
 
 @triton.jit
-def load_part(cache, codes_at, scales_at, there, start, KEYS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, FORMAT: tl.constexpr):
+def load_part(
+    cache, codes_at, scales_at, there, start, KEYS: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, FORMAT: tl.constexpr
+):
     """float32 [KEYS, PART]: columns from `start` on, a multiple of PART, of the rows at the offsets; zeros past D."""
     if FORMAT == "f32":
         return load_row_tile(cache, codes_at + 4 * start, scales_at, there, KEYS, D, PART, FORMAT)

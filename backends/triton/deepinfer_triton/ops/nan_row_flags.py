@@ -8,7 +8,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
-from deepinfer_triton.vocabulary import LANES, STAGES, WARPS, is_broken, load_logits
+from deepinfer_triton.vocabulary import STAGES, WIDE_LANES, WIDE_WARPS, is_broken, load_logits
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def nan_row_flags_kernel(logits, logits_stride, flags, V: tl.constexpr, LANES: t
 
 def nan_row_flags(target: Target, logits, flags) -> None:
     rows, vocab = logits.shape
-    launch(nan_row_flags_kernel, (rows,), logits, logits.stride(0), flags, V=vocab, LANES=LANES, warps=WARPS)
+    launch(nan_row_flags_kernel, (rows,), logits, logits.stride(0), flags, V=vocab, LANES=WIDE_LANES, warps=WIDE_WARPS)
 
 
 MAKERS = [offer("nan_row_flags", nan_row_flags, supports=serves(), targets=NVIDIA)]

@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from deepinfer_triton.boundary import boundary, collect, row_weight_above, weigh, weight_above
+from deepinfer_triton.boundary import (
+    bisect_kept,
+    boundary_below,
+    collect,
+    key_of,
+    row_weight_above,
+    value_of,
+    weigh,
+    weight_above,
+)
 from deepinfer_triton.launch import launch
 from deepinfer_triton.noise import LARGEST_NOISE, gumbel, gumbel_bound, top_word_of_id, top_words_of_ids
 from deepinfer_triton.support import NVIDIA, offer, serves
@@ -24,6 +33,9 @@ SLACK = tl.constexpr(0.01)
 ALL_TIES = tl.constexpr(1 << 30)
 LEAST_TARGET = tl.constexpr(1e-30)
 
+UNKNOWN = tl.constexpr(-2)
+"""No token yet: the row must be read again."""
+
 
 @triton.jit
 def ties_within(v, above, peak, rate, target):
@@ -34,26 +46,39 @@ def ties_within(v, above, peak, rate, target):
 
 @triton.jit
 def survivors(
-    row, a0, a1, a2, a3, lowest, peak, top_k, top_p, temperature, V: tl.constexpr, LANES: tl.constexpr
+    row, a0, a1, a2, a3, p0, p1, p2, p3, lowest, peak, top_k, top_p, temperature, V: tl.constexpr, LANES: tl.constexpr
 ):
-    """(floor, ties): logits above `floor` survive top-k and top-p, and the first `ties` of those equal to it."""
+    """(floor, ties, least, kept logits, their columns): logits above `floor` survive top-k and top-p, and the first `ties` of
+    those equal to it; all logits above `least` are kept. A boundary below what is kept gives the kept ones up.
+    """
     floor, ties = tl.full([], float("-inf"), tl.float32), tl.full([], ALL_TIES, tl.int32)
+    least = tl.maximum(tl.max(a3, axis=0), value_of(key_of(lowest) - 1))
     for by_mass in range(2):
         if ((by_mass == 0) & (top_k > 0) & (top_k < V)) | ((by_mass == 1) & (top_p < 1)):
             rate = tl.where(by_mass == 1, LOG2_E / temperature, 0.0)
             target = top_k.to(tl.float32)
             if by_mass == 1:
-                if floor >= tl.max(a3, axis=0):
+                if floor >= least:
                     mass = weight_above(a0, a1, a2, a3, floor, peak, rate)
                 else:
                     mass = row_weight_above(row, floor, peak, rate, V, LANES)
                 mass += tl.where(ties < ALL_TIES, ties.to(tl.float32) * weigh(floor, peak, rate), 0.0)
                 target = tl.maximum(mass * top_p, LEAST_TARGET)
-            v, above = boundary(row, a0, a1, a2, a3, lowest, peak, rate, target, V, LANES)
+            above = weight_above(a0, a1, a2, a3, least, peak, rate)
+            if above >= target:
+                v, above = bisect_kept(a0, a1, a2, a3, least, peak, 0.0, peak, rate, target)
+            else:
+                high = tl.maximum(tl.minimum(least, peak), lowest)
+                v, above = boundary_below(row, lowest, high, above, peak, rate, target, V, LANES)
+                least = tl.full([], float("inf"), tl.float32)
+                a0 = tl.full([LANES], float("-inf"), tl.float32)
+                a1, a2, a3 = a0, a0, a0
+                p0 = tl.zeros([LANES], tl.int32)
+                p1, p2, p3 = p0, p0, p0
             within = ties_within(v, above, peak, rate, target)
             ties = tl.where(v > floor, within, tl.where(v == floor, tl.minimum(ties, within), ties))
             floor = tl.maximum(floor, v)
-    return floor, ties
+    return floor, ties, least, a0, a1, a2, a3, p0, p1, p2, p3
 
 
 @triton.jit
@@ -130,21 +155,25 @@ def draw_row(row, floor, ties, least, temperature, seed, position, purpose, V: t
 def draw_filtered(
     row, temperature, top_k, top_p, min_p, seed, position, purpose, V: tl.constexpr, LANES: tl.constexpr
 ):
-    """The token of a row with top-k, top-p or min-p; -1 if the row is unusable."""
+    """(token, floor, ties, least) of a row with top-k, top-p or min-p: the token is -1 if the row is unusable, and UNKNOWN if
+    some of what survives is not kept: logits above `floor`, `ties` of those equal to it, and of those the ones that come to
+    `least` at the row's temperature.
+    """
     a0, a1, a2, a3, p0, p1, p2, p3, same, low = collect(row, float("inf"), V, LANES)
     peak, lowest = tl.max(a0, axis=0), tl.min(low, axis=0)
-    token = -1
+    token, floor, ties, least = -1, float("-inf"), tl.full([], ALL_TIES, tl.int32), float("-inf")
     if (peak > float("-inf")) & (peak < float("inf")) & (lowest > float("-inf")):
-        floor, ties = survivors(row, a0, a1, a2, a3, lowest, peak, top_k, top_p, temperature, V, LANES)
+        floor, ties, bound, a0, a1, a2, a3, p0, p1, p2, p3 = survivors(
+            row, a0, a1, a2, a3, p0, p1, p2, p3, lowest, peak, top_k, top_p, temperature, V, LANES
+        )
         least = tl.where(min_p > 0, tl.div_rn(peak, temperature) + tl.log(min_p), float("-inf"))
         surely_out = least * temperature - SLACK * (1.0 + tl.abs(peak))
-        if tl.maximum(floor, surely_out) > tl.max(a3, axis=0):
+        token = UNKNOWN
+        if tl.maximum(floor, surely_out) > bound:
             token = draw_kept(
                 a0, a1, a2, a3, p0, p1, p2, p3, floor, ties, least, temperature, seed, position, purpose, LANES
             )
-        else:
-            token = draw_row(row, floor, ties, least, temperature, seed, position, purpose, V, LANES)
-    return token
+    return token, floor, ties, least
 
 
 @triton.jit
@@ -173,13 +202,15 @@ def sample_kernel(
     temperature = tl.load(temperatures + s)
     top_k, top_p, min_p = tl.load(top_ks + s), tl.load(top_ps + s), tl.load(min_ps + s)
     seed, position = tl.load(seeds + s), tl.load(positions + s)
-    filtered = ((top_k > 0) & (top_k < V)) | (top_p < 1) | (min_p > 0)
-    token = -1
-    if (temperature > 0) & filtered:
-        token = draw_filtered(row, temperature, top_k, top_p, min_p, seed, position, purpose, V, LANES)
-    elif temperature > 0:
-        floor, least = float("-inf"), float("-inf")
-        token = draw_row(row, floor, ALL_TIES, least, temperature, seed, position, purpose, V, LANES)
+    if temperature > 0:
+        token, floor, least = UNKNOWN, float("-inf"), float("-inf")
+        ties = tl.full([], ALL_TIES, tl.int32)
+        if ((top_k > 0) & (top_k < V)) | (top_p < 1) | (min_p > 0):
+            token, floor, ties, least = draw_filtered(
+                row, temperature, top_k, top_p, min_p, seed, position, purpose, V, LANES
+            )
+        if token == UNKNOWN:
+            token = draw_row(row, floor, ties, least, temperature, seed, position, purpose, V, LANES)
     else:
         token = greedy(row, V, LANES)
     tl.store(tokens + s, token)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from deepinfer_hal import philox
+from deepinfer_hal.errors import BadCall
+from deepinfer_hal.ops.verify_drafts import RULES
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.noise import LARGEST_NOISE, gumbel, top_word_of_id, top_words_of_ids, uniform
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
-from deepinfer_triton.vocabulary import LANES, STAGES, WARPS, first_of_largest, load_logits, softmax_stats
+from deepinfer_triton.vocabulary import LANES, STAGES, WARPS, WIDE_LANES, WIDE_WARPS, first_of_largest, load_logits, softmax_stats
 
 ROWS = 32
 
@@ -111,6 +113,8 @@ def settle_kernel(
 def verify_drafts(
     target: Target, targets, drafts, draft_counts, target_logits, draft_logits, seeds, positions, rule, accepted, tokens
 ) -> None:
+    if rule not in RULES:
+        raise BadCall(f"verify_drafts: rule {rule!r} is not one of {', '.join(RULES)}")
     requests, width = drafts.shape
     padded = triton.next_power_of_2(width + 1)
     if rule == "coupled" or width == 0:
@@ -122,12 +126,12 @@ def verify_drafts(
     vocab = draft_logits.shape[2]
     launch(
         accept_kernel, (requests, width), drafts, draft_counts, target_logits, draft_logits, seeds, positions, tokens,
-        B=width, V=vocab, ACCEPT=philox.ACCEPT, LANES=LANES, warps=WARPS,
+        B=width, V=vocab, ACCEPT=philox.ACCEPT, LANES=WIDE_LANES, warps=WIDE_WARPS,
     )  # fmt: skip
     launch(
         settle_kernel, (requests,), targets, drafts, draft_counts, target_logits, draft_logits, seeds, positions, accepted,
-        tokens, B=width, BP=padded, V=vocab, RESIDUAL=philox.RESIDUAL, LANES=LANES, warps=WARPS // 2,
+        tokens, B=width, BP=padded, V=vocab, RESIDUAL=philox.RESIDUAL, LANES=LANES, warps=WARPS,
     )  # fmt: skip
 
 
-MAKERS = [offer("verify_drafts", verify_drafts, supports=serves(rule=("coupled", "rejection")), targets=NVIDIA)]
+MAKERS = [offer("verify_drafts", verify_drafts, supports=serves(rule=RULES), targets=NVIDIA)]
