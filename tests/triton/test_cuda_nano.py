@@ -41,7 +41,7 @@ def interpreted(tokens: int, chunk: int) -> dict:
 def test_every_op_of_nano_is_bound_to_a_triton_kernel():
     choices = dict(choice.split() for choice in interpreted(0, 0)["choices"])
     assert set(choices) <= set(all_cards()) and set(choices.values()) == {"triton"}
-    assert {"linear", "rms_norm", "score_index", "sparse_attention", "write_kv", "moe_layer", "sample", "mask_logits"} <= set(choices)
+    assert {"linear", "rms_norm", "score_index", "sparse_attention", "write_kv", "moe_layer", "sample"} <= set(choices)
 
 
 @pytest.mark.full

@@ -28,6 +28,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton_problems import Problem, launches, problems  # noqa: E402
 
+PRODUCT_CONSTANTS = {"DOT", "WIDE"}
+"""What every kernel with a matrix product is told about it; other kernels of the same call have none."""
+
 ARCH = {"sm90": 90, "sm100": 100, "sm103": 103}
 _POINTER = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
@@ -70,6 +73,7 @@ def assemble(problem: Problem, target: Target, made: Launch) -> dict[str, Any]:
     start = time.perf_counter()
     row = {"problem": problem.name, "kernel": made.name, "target": target.name, "triton": triton.__version__}
     constants = {name: value for name, value in made.constants.items() if name.isupper()}
+    product = problem.product and bool(PRODUCT_CONSTANTS & set(constants))
     try:
         compiled = triton.compile(source(made), target=GPUTarget("cuda", ARCH[target.name], 32), options=made.options)
     except Exception as error:  # noqa: BLE001  (whatever the compiler raises is the row's result)
@@ -81,7 +85,7 @@ def assemble(problem: Problem, target: Target, made: Launch) -> dict[str, Any]:
     return {
         **row, **used, "shared_bytes": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
         "constants": constants, "matrix_instructions": instructions,
-        "objections": objections(ptx, target.name, problem.product, problem.quantised_product, used["spill_bytes"]),
+        "objections": objections(ptx, target.name, product, problem.quantised_product, used["spill_bytes"]),
         "seconds": round(time.perf_counter() - start, 2),
     }  # fmt: skip
 

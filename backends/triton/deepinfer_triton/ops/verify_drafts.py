@@ -130,7 +130,7 @@ def verify_drafts(
     )  # fmt: skip
     launch(
         settle_kernel, (requests,), targets, drafts, draft_counts, target_logits, draft_logits, seeds, positions, accepted,
-        tokens, B=width, BP=padded, V=vocab, RESIDUAL=philox.RESIDUAL, LANES=LANES, warps=WARPS,
+        tokens, B=width, BP=padded, V=vocab, RESIDUAL=philox.RESIDUAL, LANES=LANES // 2, warps=WARPS // 2,
     )  # fmt: skip
 
 
