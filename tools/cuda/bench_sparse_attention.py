@@ -11,7 +11,8 @@ compressed rows; 512 or 1024 of them and a window of 128 from a flat store, or 6
 A graph holds one call on each of several problems that together exceed the last-level cache; a time is the median over replays
 of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in float64, and a
 row alone must have the bits that it has in the batch. In the same run: the rates of a large copy and of a large BF16 product,
-and, at 256 rows, torch's own products and softmax over keys gathered and decoded beforehand.
+and, at 256 rows, torch's own products and softmax over keys gathered and decoded beforehand. floor_us is the time of the work
+at the product's rate, had the weights been one BF16 number each; the kernel's two parts make it half as much again.
 """
 
 from __future__ import annotations
@@ -218,9 +219,12 @@ def main() -> None:
         print(name, sizes[name], flush=True)
     measured = ceilings("cuda")
     print(measured)
+    for name, size in sizes.items():
+        size["floor_us"] = round(size["us"] * size["tflops"] / measured["matmul_tflops"], 1)
+        print(f"{name}: {size['us']} us, {size['us'] / size['floor_us']:.2f} of its floor of {size['floor_us']} us")
     if options.report:
         found = dict(gpu=torch.cuda.get_device_name(0), symbol=symbol, ceilings=measured, sizes=sizes)
-        store(options.report, "sparse_attention", shlex.join(["python", *sys.argv]), found)
+        store(options.report, shlex.join(["python", *sys.argv]), found)
 
 
 if __name__ == "__main__":
