@@ -117,6 +117,12 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t b
                "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
+// From shared to global memory; returns once the bytes are there. `bytes`, both addresses: multiples of 16.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // As bulk_copy, with an L2 policy (evict_first_policy: bytes that nobody reads again).
 __device__ __forceinline__ void bulk_copy_hint(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
   asm volatile(

@@ -10,6 +10,7 @@ from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 
 from deepinfer_cuda import weights
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
+from deepinfer_cuda.serves_linear import serves_linear
 
 WORKSPACE_BYTES = 64 << 20
 PRIORITY = 100
@@ -81,5 +82,10 @@ def _sparse_attention(call: CallSpec) -> Yes | No:
     return Yes()
 
 
-_SUPPORTS = {"grouped_gemm": _grouped_gemm, "sparse_attention": _sparse_attention}
+_SUPPORTS = {
+    "grouped_gemm": _grouped_gemm,
+    "grouped_linear": serves_linear,
+    "linear": serves_linear,
+    "sparse_attention": _sparse_attention,
+}
 """By op: its answer. An op without one is not offered."""

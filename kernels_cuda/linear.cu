@@ -1,0 +1,232 @@
+// di_linear and di_grouped_linear: fp8_32 activations times FP8 weights of 32 x 32 blocks, or BF16 times BF16 (linear_tile.cuh
+// says how). The workspace holds activation codes as BF16, 2 K bytes a row, and the sums of slices of K; what does not fit goes
+// in parts.
+#include "di_launch.cuh"
+#include "linear_combine.cuh"
+#include "linear_rows.cuh"
+#include "linear_tile.cuh"
+
+namespace di::linear {
+namespace {
+
+using Rows64 = Config<64, kOne, 8, 7>;
+using Rows128 = Config<128, kOne, 6, 6>;
+using Rows160 = Config<160, kOne, 6, 4>;
+using Rows256 = Config<256, kOne, 4, 4>;
+using InTurn160 = Config<160, kInTurn, 6, 4>;
+using Apart64 = Config<64, kApart, 8, 9>;
+using Apart128 = Config<128, kApart, 6, 8>;
+using Apart256 = Config<256, kApart, 4, 6>;
+
+using DenseInTurn64 = Config<64, kInTurn, 8, 8, true>;
+using DenseInTurn128 = Config<128, kInTurn, 6, 6, true>;
+using DenseInTurn160 = Config<160, kInTurn, 4, 4, true>;
+using DenseApart64 = Config<64, kApart, 8, 8, true>;
+using DenseApart256 = Config<256, kApart, 4, 4, true>;
+
+constexpr int kBlocks = 132;  // an H200's multiprocessors: a constant, so that the slices of K are the same everywhere
+
+constexpr int kDenseSum = 1024;  // K of a dense slice at most, where kMostSlices allows: the matrix unit cuts sums towards zero
+
+// Parts of K that are summed apart: as many as let few rows keep all multiprocessors busy, and no fewer than `least`. By n, k
+// and groups alone.
+int slices_of(const Problem& p, int64_t least) {
+  const int64_t tiles = static_cast<int64_t>(p.groups) * p.feature_tiles(), wanted = kBlocks / tiles > least ? kBlocks / tiles : least;
+  const int64_t most = p.chunks() / 2 < kMostSlices ? p.chunks() / 2 : kMostSlices;
+  return static_cast<int>(wanted < most ? (wanted < 1 ? 1 : wanted) : (most < 1 ? 1 : most));
+}
+
+// Starts a kernel that waits for the one before it by itself, once that lets it.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared, config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+int64_t expanded_bytes(const Problem& p, int tile_rows) { return ceil_div(p.rows, tile_rows) * tile_rows * p.groups * p.chunks() * 256; }
+int64_t partial_bytes(const Problem& p, int tile_rows) {
+  return ceil_div(p.rows, tile_rows) * tile_rows * p.groups * p.feature_tiles() * p.slices * kTilePitch * 4;
+}
+
+// The kernels over the rows p has; p.expanded and p.partial have room for them.
+template <typename C>
+int launch(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
+  p.row_tiles = static_cast<int>(ceil_div(p.rows, C::T));
+  const int64_t tiles = static_cast<int64_t>(p.row_tiles) * p.groups, units = tiles * p.feature_tiles(), most = multiprocessors();
+  const int64_t blocks = C::kSlices == kApart ? units * p.slices : units < most ? units : most;
+  if (allow_shared<linear_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
+  if constexpr (C::kDense) {
+    linear_kernel<C><<<static_cast<unsigned>(blocks), kThreads, C::kShared, stream>>>(map, row_map, p);
+  } else {
+    const int64_t parts = tiles * p.chunks() * (C::T / expanded_rows(C::T));
+    expand_rows<C::T><<<static_cast<unsigned>(parts), kExpanders, 0, stream>>>(p);
+    launch_early(linear_kernel<C>, blocks, kThreads, C::kShared, stream, map, row_map, p);
+  }
+  if constexpr (C::kSlices == kApart)
+    launch_early(combine_slices<C::T>, units * (C::T / kCombineRows), kCombineThreads, 0, stream, p);
+  return finish(e, "linear");
+}
+
+// Expanded rows that stay in the L2 cache while they are multiplied.
+constexpr int64_t kCachedBytes = 48 << 20;
+
+// Goes through the rows in as many parts as the room for expanded rows asks for, all about equal.
+template <typename C>
+int start(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
+  const int64_t tiles = ceil_div(p.rows, C::T), tile_bytes = static_cast<int64_t>(p.groups) * p.chunks() * C::T * 256;
+  const int64_t most = room < kCachedBytes ? room : kCachedBytes, fit = most / tile_bytes;
+  if (fit < 1)
+    return refuse(e, DI_UNSUPPORTED, "linear: %d rows need %lld bytes of workspace, got %lld", C::T, static_cast<long long>(tile_bytes),
+                  static_cast<long long>(most));
+  const int64_t part = ceil_div(tiles, ceil_div(tiles, fit)) * C::T, size = p.output == kFp8 ? 1 : p.output == kF32 ? 4 : 2;
+  for (int64_t first = 0; first < p.rows; first += part) {
+    Problem q = p;
+    q.first = static_cast<int>(first), q.rows = static_cast<int>(p.rows - first < part ? p.rows - first : part);
+    q.x += first * p.x_stride, q.x_scale += first * p.x_scale_stride;
+    q.out = static_cast<uint8_t*>(p.out) + first * p.out_stride * size;
+    if (p.output == kFp8) q.out_scale += first * p.out_scale_stride;
+    const int status = launch<C>(q, map, map, stream, e);
+    if (status != DI_OK) return status;
+  }
+  return DI_OK;
+}
+
+template <typename C>
+int start_apart(Problem p, const CUtensorMap& map, cudaStream_t stream, di_error* e) {
+  p.partial = reinterpret_cast<float*>(p.expanded + expanded_bytes(p, C::T));
+  return launch<C>(p, map, map, stream, e);
+}
+
+// Rounds of tiles over the multiprocessors, times the rows of a tile: what a configuration costs.
+int64_t rounds(const Problem& p, int tile_rows, int slices) {
+  const int64_t blocks = ceil_div(p.rows, tile_rows) * p.feature_tiles() * p.groups * slices;
+  return ceil_div(blocks, multiprocessors()) * tile_rows * p.k / slices;
+}
+
+// Which tiles serve these rows; the bits are the same with all.
+int choose(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
+  if (p.slices > 1) {
+    const auto fits = [&](int rows) { return expanded_bytes(p, rows) + partial_bytes(p, rows) <= room; };
+    if (p.rows <= 64 && fits(64)) return start_apart<Apart64>(p, map, stream, e);
+    if (p.rows <= 128 && fits(128)) return start_apart<Apart128>(p, map, stream, e);
+    if ((p.rows <= 256 || rounds(p, 256, p.slices) < rounds(p, 160, 1)) && fits(256)) return start_apart<Apart256>(p, map, stream, e);
+    return start<InTurn160>(p, map, room, stream, e);
+  }
+  if (p.rows <= 64) return start<Rows64>(p, map, room, stream, e);
+  if (p.rows <= 128) return start<Rows128>(p, map, room, stream, e);
+  if (rounds(p, 160, 1) * 16 < rounds(p, 256, 1) * 15) return start<Rows160>(p, map, room, stream, e);
+  return start<Rows256>(p, map, room, stream, e);
+}
+
+template <typename C>
+int start_dense(Problem p, const di_tensor& x, const CUtensorMap& map, cudaStream_t stream, di_error* e) {
+  CUtensorMap row_map;
+  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x.data, p.rows, static_cast<int64_t>(p.groups) * p.k, x.stride[0] * 2, C::T,
+                  kDenseChunk, CU_TENSOR_MAP_SWIZZLE_128B))
+    return refuse(e, DI_FAILED, "linear: the driver refuses a map of the rows [%d, %d]", p.rows, p.groups * p.k);
+  p.partial = reinterpret_cast<float*>(p.expanded);
+  return launch<C>(p, map, row_map, stream, e);
+}
+
+int choose_dense(const Problem& p, const di_tensor& x, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
+  const bool apart = p.slices > 1 && static_cast<int64_t>(p.feature_tiles()) * p.groups * p.slices <= kBlocks;
+  if (apart && p.rows <= 64 && partial_bytes(p, 64) <= room) return start_dense<DenseApart64>(p, x, map, stream, e);
+  if (apart && (p.rows <= 256 || rounds(p, 256, p.slices) < rounds(p, 160, 1)) && partial_bytes(p, 256) <= room)
+    return start_dense<DenseApart256>(p, x, map, stream, e);
+  if (p.rows <= 64) return start_dense<DenseInTurn64>(p, x, map, stream, e);
+  if (rounds(p, 128, 1) < rounds(p, 160, 1)) return start_dense<DenseInTurn128>(p, x, map, stream, e);
+  return start_dense<DenseInTurn160>(p, x, map, stream, e);
+}
+
+// Any BF16 product whose rows the copy engine cannot read, or whose groups end within a step: a warp an output.
+__global__ void __launch_bounds__(256) plain_dense(const Problem p, const __nv_bfloat16* x, int64_t stride, const __nv_bfloat16* w) {
+  const int64_t column = blockIdx.x * 8 + threadIdx.x / 32, row = blockIdx.y;
+  if (row >= valid_rows(p) || column >= static_cast<int64_t>(p.groups) * p.n) return;
+  const __nv_bfloat16 *a = x + row * stride + column / p.n * p.k, *b = w + column * p.k;
+  float sum = 0.0f;
+  for (int k = threadIdx.x % 32; k < p.k; k += 32) sum = fmaf(__bfloat162float(a[k]), __bfloat162float(b[k]), sum);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+  if (threadIdx.x % 32 != 0) return;
+  if (p.output == kF32) static_cast<float*>(p.out)[row * p.out_stride + column] = sum;
+  else static_cast<__nv_bfloat16*>(p.out)[row * p.out_stride + column] = __float2bfloat16_rn(sum);
+}
+
+// p without what depends on the operands' format.
+int run_dense(Problem p, const char* op, const di_tensor& x, const di_tensor& w, int64_t room, cudaStream_t stream, di_error* e) {
+  if (p.output == kFp8) return refuse(e, DI_UNSUPPORTED, "%s quantises no result of BF16 weights", op);
+  const auto far = [](const void* address, int64_t pitch) { return reinterpret_cast<uintptr_t>(address) % 16 != 0 || pitch % 8 != 0; };
+  p.chunk = kDenseChunk, p.undo = 1.0f, p.slices = slices_of(p, ceil_div(p.k, kDenseSum));
+  if (far(w.data, p.k) || far(x.data, x.stride[0]) || (p.groups > 1 && p.k % kDenseChunk != 0)) {
+    const dim3 grid(static_cast<unsigned>(ceil_div(static_cast<int64_t>(p.groups) * p.n, 8)), static_cast<unsigned>(p.rows));
+    if (grid.y > 65535) return refuse(e, DI_UNSUPPORTED, "%s: %d rows that are not at multiples of 16 bytes", op, p.rows);
+    plain_dense<<<grid, 256, 0, stream>>>(p, data<__nv_bfloat16>(x), x.stride[0], data<__nv_bfloat16>(w));
+    return finish(e, op);
+  }
+  CUtensorMap map;
+  if (!matrix_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, w.data, static_cast<int64_t>(p.groups) * p.n, p.k, p.k * 2, kTileFeatures,
+                  kDenseChunk, CU_TENSOR_MAP_SWIZZLE_128B))
+    return refuse(e, DI_FAILED, "%s: the driver refuses a map of the weight [%d, %d]", op, p.groups * p.n, p.k);
+  return choose_dense(p, x, map, room, stream, e);
+}
+
+int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* e) {
+  const di_tensor &x = t[0], &x_scale = t[1], &w = t[2], &w_scale = t[3], &count = t[4], &out = t[5], &out_scale = t[6];
+  const bool dense = x.dtype == DI_BF16 && w.dtype == DI_BF16;
+  const bool codes = x.dtype == DI_U8 && w.dtype == DI_U8 && present(x_scale) && present(w_scale);
+  if ((!dense && !codes) || w.layout != DI_LAYOUT_STRIDED)
+    return refuse(e, DI_UNSUPPORTED, "%s takes fp8_32 codes and FP8 weights of 32 x 32 blocks, or BF16 for both", op);
+  if (codes && (k % 32 != 0 || k < 32)) return refuse(e, DI_UNSUPPORTED, "%s needs K in multiples of 32, got %d", op, k);
+  if (out.dtype != DI_BF16 && out.dtype != DI_F32 && out.dtype != DI_U8)
+    return refuse(e, DI_UNSUPPORTED, "%s writes bf16, f32 or fp8_32, not dtype %d", op, out.dtype);
+  if (out.dtype == DI_U8 && (n % 32 != 0 || !present(out_scale)))
+    return refuse(e, DI_BAD_CALL, "%s needs N in multiples of 32 and out_scale for fp8_32 results, got N %d", op, n);
+  const int64_t rows = x.shape[0];
+  if (rows == 0 || n == 0) return DI_OK;
+  if (codes && reinterpret_cast<uintptr_t>(w.data) % 16 != 0)
+    return refuse(e, DI_UNSUPPORTED, "%s needs weights at a multiple of 16 bytes", op);
+
+  Problem p = {};
+  p.count = present(count) ? data<int32_t>(count) : nullptr;
+  p.out = out.data, p.out_stride = out.stride[0];
+  p.output = out.dtype == DI_U8 ? kFp8 : out.dtype == DI_F32 ? kF32 : kBf16;
+  if (p.output == kFp8) p.out_scale = data<uint8_t>(out_scale), p.out_scale_stride = out_scale.stride[0];
+  p.rows = static_cast<int>(rows), p.n = n, p.k = k, p.groups = groups;
+  const int64_t size = p.output == kFp8 ? 1 : p.output == kF32 ? 4 : 2;
+  p.out_aligned = reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.out_stride * size % 16 == 0 && (groups == 1 || n * size % 16 == 0);
+  p.expanded = static_cast<uint8_t*>(ws);
+  const int64_t room = static_cast<int64_t>(ws_bytes);
+  if (dense) return run_dense(p, op, x, w, room, stream, e);
+
+  p.x = data<uint8_t>(x), p.x_stride = x.stride[0];
+  p.x_scale = data<uint8_t>(x_scale), p.x_scale_stride = x_scale.stride[0];
+  p.w_scale = data<uint8_t>(w_scale);
+  p.chunk = kChunk, p.undo = kUndo, p.slices = slices_of(p, 1);
+  p.x_aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 16 == 0;
+  CUtensorMap map;
+  if (!matrix_map(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, w.data, static_cast<int64_t>(groups) * n, k, k, kTileFeatures, kChunk,
+                  CU_TENSOR_MAP_SWIZZLE_128B))
+    return refuse(e, DI_FAILED, "%s: the driver refuses a map of the weight [%d, %d]", op, groups * n, k);
+  return choose(p, map, room, stream, e);
+}
+
+}  // namespace
+}  // namespace di::linear
+
+DI_EXPORT int di_linear(const di_tensor* t, int n, const di_params*, void* stream, void* ws, size_t ws_bytes, di_error* e) {
+  if (n != 7) return di::refuse(e, DI_BAD_CALL, "linear takes 7 tensors, got %d", n);
+  return di::linear::run("linear", t, 1, static_cast<int>(t[2].shape[0]), static_cast<int>(t[2].shape[1]),
+                         static_cast<cudaStream_t>(stream), ws, ws_bytes, e);
+}
+
+DI_EXPORT int di_grouped_linear(const di_tensor* t, int n, const di_params*, void* stream, void* ws, size_t ws_bytes, di_error* e) {
+  if (n != 7) return di::refuse(e, DI_BAD_CALL, "grouped_linear takes 7 tensors, got %d", n);
+  return di::linear::run("grouped_linear", t, static_cast<int>(t[2].shape[0]), static_cast<int>(t[2].shape[1]),
+                         static_cast<int>(t[2].shape[2]), static_cast<cudaStream_t>(stream), ws, ws_bytes, e);
+}

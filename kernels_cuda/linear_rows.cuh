@@ -1,0 +1,76 @@
+// Expands fp8_32 rows to BF16 tiles in the order in which linear_tile.cuh multiplies them.
+#pragma once
+
+#include "di_launch.cuh"
+#include "linear_problem.cuh"
+
+namespace di::linear {
+
+constexpr int kExpanders = 128;
+
+// Codes of one 16-byte piece of a row, and the scale of its group.
+struct Piece {
+  uint4 codes;
+  uint32_t scale;
+};
+
+// Zeros where there is no row or no column.
+__device__ __forceinline__ Piece load_piece(const Problem& p, bool inside, int64_t row, int64_t column) {
+  Piece piece{make_uint4(0, 0, 0, 0), 127};
+  if (!inside) return piece;
+  const uint8_t* from = p.x + row * p.x_stride + column;
+  if (p.x_aligned) {
+    piece.codes = __ldg(reinterpret_cast<const uint4*>(from));
+  } else {
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) words[i / 4] |= static_cast<uint32_t>(__ldg(from + i)) << 8 * (i % 4);
+    piece.codes = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  piece.scale = __ldg(p.x_scale + row * p.x_scale_stride + column / 32);
+  return piece;
+}
+
+// For each k16 step of a sub-tile, one word of even and one of odd codes.
+__device__ __forceinline__ void store_piece(uint32_t to, const Piece& piece) {
+  const uint32_t factor = code_factor<kRowOffset>(piece.scale);
+  const uint32_t words[4] = {piece.codes.x, piece.codes.y, piece.codes.z, piece.codes.w};
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to ^ (s << 5)), "r"(scale_bf16x2(even_codes(words[s]), factor)) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to ^ (s << 5 | 16)), "r"(scale_bf16x2(odd_codes(words[s]), factor)) : "memory");
+  }
+}
+
+__host__ __device__ constexpr int expanded_rows(int tile_rows) { return tile_rows % 64 == 0 ? 64 : 32; }
+
+// Block (group, row tile, k step, part) makes `expanded_rows` rows of two sub-tiles. A thread has piece t % 8 of rows
+// 8 (warp / 2) + 2 (lane / 8) + warp % 2 of every 16: the four rows of a warp are all even or all odd, so its stores meet no
+// bank twice.
+template <int T>
+__global__ void __launch_bounds__(kExpanders) expand_rows(const Problem p) {
+  constexpr int kRows = expanded_rows(T), kParts = T / kRows, kItems = kRows / 16;
+  __shared__ __align__(1024) uint8_t tile[2 * kRows * 128];
+  launch_dependents();
+  const int valid = valid_rows(p), chunks = p.chunks(), thread = threadIdx.x, part = blockIdx.x % kParts, step = blockIdx.x / kParts;
+  const int chunk = step % chunks, row_tile = step / chunks % p.row_tiles, group = step / chunks / p.row_tiles;
+  const int64_t first = static_cast<int64_t>(row_tile) * T + part * kRows;
+  if (first >= valid) return;
+  const int piece = thread % 8, row = thread / 64 * 8 + thread % 32 / 8 * 2 + thread / 32 % 2, sub_tile = piece % 2;
+  const int in_group = chunk * kChunk + piece * 16, left = in_group < p.k ? valid - static_cast<int>(first) - row : 0;
+  const int64_t column = static_cast<int64_t>(group) * p.k + in_group;
+  const uint32_t to = shared_address(tile) + sub_tile * (kRows * 128) + row * 128 + ((sub_tile ^ row % 8) << 4) + piece / 2 * 4;
+  Piece pieces[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) pieces[i] = load_piece(p, i * 16 < left, first + row + i * 16, column);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) store_piece(to + i * 2048, pieces[i]);
+  fence_proxy_async();
+  __syncthreads();
+  if (thread < 2) {
+    uint8_t* stage = p.expanded + (static_cast<int64_t>(step) * 2 + thread) * (T * 128) + part * (kRows * 128);
+    bulk_store(stage, tile + thread * (kRows * 128), kRows * 128);
+  }
+}
+
+}  // namespace di::linear

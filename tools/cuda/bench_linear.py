@@ -1,0 +1,206 @@
+"""Times the dense projections of V4.1 on a GPU: fp8_32 activations times FP8 weights of 32 x 32 blocks, and BF16 ones.
+
+    python tools/cuda/bench_linear.py --library backends/cuda/deepinfer_cuda/libdeepinfer_cuda.so --json report.json
+
+Each figure is the median over replays of a CUDA graph of many calls that go round weights and activations larger than the
+L2 together, random data. Beside it, in the same run: torch's tensorwise FP8 product of the same size (`torch._scaled_mm`, the
+better of both accumulations; `torch.mm` beside BF16 ones), a copy and a BF16 product as ceilings. One call of each size is first
+held against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from deepinfer_hal import formats
+from deepinfer_hal.c_abi import CLibrary
+from deepinfer_hal.card import all_cards, sum_tolerance
+from deepinfer_hal.weights import CanonicalWeight, WeightHandle
+
+SHAPES = {"wq_a": (0, 5120, 1280), "wq_b": (0, 1280, 32768), "wo_b": (0, 8192, 5120), "wo_a": (8, 4096, 1024)}
+"""Role: groups (0: none), K, N."""
+
+DENSE_SHAPES = {"head": (0, 5120, 129280), "router": (0, 5120, 384)}
+"""BF16 rows and weights, float32 results."""
+
+ROTATED_BYTES = 240 << 20
+GRAPH_US = 3000.0
+REPLAYS = 9
+
+
+@dataclass
+class Row:
+    """One size: microseconds of a call, TFLOP/s, weight bytes per second, torch's microseconds and the ratio to it;
+    kernels: each symbol that a call starts, with the microseconds it takes by itself."""
+
+    shape: str
+    rows: int
+    us: float
+    tflops: float
+    tb_per_s: float
+    torch_us: float | None
+    ratio: float | None
+    kernels: dict[str, float]
+
+
+def timed(calls: list[Callable[[], None]], guess_us: float) -> float:
+    """Median microseconds of a call, over replays of a graph that goes round `calls`."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    count = max(len(calls), int(GRAPH_US / guess_us) // len(calls) * len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            calls[i % len(calls)]()
+    graph.replay()
+    found = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1000 / count)
+    return statistics.median(found)
+
+
+def kernels_of(call: Callable[[], None]) -> dict[str, float]:
+    """The kernels of a call by symbol, with the median microseconds of each outside a graph."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as told:
+        for _ in range(5):
+            call()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in told.events():
+        if event.device_type == DeviceType.CUDA:
+            spent.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    return {name: statistics.median(found) for name, found in spent.items()}
+
+
+def ceilings() -> dict[str, float]:
+    """TB/s of a copy (read and write) and TFLOP/s of BF16 and FP8 products of 8192^3."""
+    big = torch.randint(0, 255, (512 << 20,), dtype=torch.uint8, device="cuda")
+    to = torch.empty_like(big)
+    copied = timed([lambda: torch.add(big.view(torch.int32), 1, out=to.view(torch.int32))], 300)
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    product = timed([lambda: torch.mm(a, b, out=out)], 1500)
+    return {"copy_tb_per_s": 2 * big.numel() / copied / 1e6, "bf16_tflops": 2 * 8192**3 / product / 1e6}
+
+
+class Problem:
+    """Random operands of one shape, rotated."""
+
+    def __init__(self, shape: str, rows: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.dense = shape in DENSE_SHAPES
+        self.groups, self.k, self.n = {**SHAPES, **DENSE_SHAPES}[shape]
+        self.matrices, self.rows = max(1, self.groups), rows
+        weight_bytes = self.matrices * self.n * self.k * (2 if self.dense else 1)
+        self.sets = max(2, -(-ROTATED_BYTES // (weight_bytes + rows * self.matrices * (self.k + 2 * self.n))))
+        self.weights = [self._weight() for _ in range(self.sets)]
+        drawn = torch.randn(self.sets, rows, self.matrices * self.k, device="cuda")
+        self.rows_of = [(one.bfloat16(), None) if self.dense else formats.quantise(one, "fp8_32") for one in drawn]
+        kind, shape_of = torch.float32 if self.dense else torch.bfloat16, (rows, self.matrices * self.n)
+        self.out = [torch.full(shape_of, float("nan"), dtype=kind, device="cuda") for _ in range(self.sets)]
+
+    def _weight(self) -> WeightHandle:
+        lead = (self.groups,) if self.groups else ()
+        drawn = torch.randn(self.matrices * self.n, self.k, device="cuda") * self.k**-0.5
+        if self.dense:
+            return WeightHandle("bench", CanonicalWeight("bf16", drawn.bfloat16()))
+        values, scales = formats.quantise_weight_fp8(drawn)
+        return WeightHandle(
+            "bench", CanonicalWeight("fp8_block32", values.view(*lead, self.n, self.k), scales.view(*lead, self.n // 32, -1))
+        )
+
+    def calls(self, library: CLibrary) -> list[Callable[[], None]]:
+        op = library.bind(all_cards()["grouped_linear" if self.groups else "linear"])
+        return [
+            lambda x=x, w=w, y=y: op(x[0], x[1], w, None, y, None)
+            for x, w, y in zip(self.rows_of, self.weights, self.out, strict=True)
+        ]
+
+    def torch_calls(self, fast: bool) -> list[Callable[[], None]]:
+        """torch's product with one scale a tensor; beside a grouped shape, one product of its weight bytes and FLOPs."""
+        if self.dense:
+            pairs = [(x[0], w.canonical().values.t()) for x, w in zip(self.rows_of, self.weights, strict=True)]
+            return [lambda pair=pair: torch.mm(*pair) for pair in pairs]
+        one = torch.ones((), device="cuda")
+        made = []
+        for (x, _), w in zip(self.rows_of, self.weights, strict=True):
+            codes = x[:, : self.k].contiguous().view(torch.float8_e4m3fn)
+            matrix = w.canonical().values.view(self.matrices * self.n, self.k).view(torch.float8_e4m3fn).t()
+            made.append(lambda a=codes, b=matrix: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=fast))
+        return made
+
+    def check(self) -> None:
+        """The first set's result against float64, at the card's tolerance."""
+        x, scale = self.rows_of[0]
+        x = (x if self.dense else formats.dequantise(x, scale, "fp8_32")).double().view(self.rows, self.matrices, self.k)
+        w = self.weights[0].dequantise().double().view(self.matrices, self.n, self.k)
+        wanted = torch.einsum("tgk,gnk->tgn", x, w).flatten(1)
+        tolerance = sum_tolerance(self.out[0].dtype, self.k, float(x.abs().max() * w.abs().max()))
+        error = (self.out[0].double() - wanted).abs()
+        outside = int((~(error <= tolerance.atol + tolerance.rtol * wanted.abs())).sum())
+        if outside:
+            raise SystemExit(f"{outside} of {error.numel()} values are outside the card's tolerance")
+
+
+def measure(library: CLibrary, shape: str, rows: int, with_torch: bool) -> Row:
+    problem = Problem(shape, rows, seed=rows)
+    flops = 2 * rows * problem.matrices * problem.n * problem.k
+    guess = max(8.0, flops / 600e6)
+    calls = problem.calls(library)
+    calls[0]()
+    problem.check()
+    us = timed(calls, guess)
+    theirs = min(timed(problem.torch_calls(fast), guess) for fast in (True, False)) if with_torch else None
+    weight_bytes = problem.weights[0].nbytes
+    ratio = us / theirs if theirs else None
+    return Row(shape, rows, us, flops / us / 1e6, weight_bytes / us / 1e6, theirs, ratio, kernels_of(calls[0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 4096])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=[*SHAPES, *DENSE_SHAPES])
+    parser.add_argument("--no-torch", action="store_true", help="the library alone")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    library = CLibrary(
+        args.library.resolve(), lambda: torch.cuda.current_stream().cuda_stream, workspace=(room.data_ptr(), room.numel())
+    )
+    found = []
+    for rows in args.rows:
+        for shape in args.shapes:
+            row = measure(library, shape, rows, not args.no_torch)
+            found.append(row)
+            beside = "" if row.ratio is None else f"  torch {row.torch_us:7.1f} us, ratio {row.ratio:.2f}"
+            print(
+                f"{shape} {rows:5d} rows  {row.us:7.1f} us  {row.tflops:6.1f} TFLOP/s  {row.tb_per_s:5.2f} TB/s{beside}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    told = ceilings()
+    print(", ".join(f"{name} {value:.2f}" for name, value in told.items()))
+    if args.json:
+        device = {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        report = {"device": device, "ceilings": told, "replays": REPLAYS, "rows": [asdict(row) for row in found]}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
