@@ -148,6 +148,14 @@ __device__ __forceinline__ void tensor_copy(void* to, const CUtensorMap* map, in
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 
+// One box of a map of three dimensions, from (plane, row, column) on.
+__device__ __forceinline__ void tensor_copy3(void* to, const CUtensorMap* map, int column, int row, int plane, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(plane), "r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -179,6 +187,9 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
 }
+
+// Asks for the line of an address, which must be one that may be read.
+__device__ __forceinline__ void prefetch_line(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 
 // 16 bytes that are read once: not kept in L1, first to leave L2.
 __device__ __forceinline__ uint4 load_streaming16(const void* from) {

@@ -33,11 +33,21 @@ int refusal(const di_tensor* t, const di_params* p, di_error* e) {
   return DI_OK;
 }
 
+// The queries as planes of one row's heads, in boxes of 64 heads by 64 values; heads that are not there read as zero.
+bool query_map(CUtensorMap* map, const di_tensor& q) {
+  const cuuint64_t sizes[3] = {kWidth, static_cast<cuuint64_t>(q.shape[1]), static_cast<cuuint64_t>(q.shape[0])};
+  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(2 * q.stride[1]), static_cast<cuuint64_t>(2 * q.stride[0])};
+  const cuuint32_t box[3] = {64, kHeads, 1}, steps[3] = {1, 1, 1};
+  const EncodeTiled encode = tensor_map_encoder();
+  return encode != nullptr && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, q.data, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 template <bool fp4>
-int launch(const Arguments& a, cudaStream_t stream, di_error* e) {
+int launch(const Arguments& a, const CUtensorMap& query, cudaStream_t stream, di_error* e) {
   constexpr auto kernel = attend_rows<Element, kParts, fp4>;
   if (allow_shared<kernel>(sizeof(Shared)) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %zu bytes", sizeof(Shared));
-  kernel<<<min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream>>>(a);
+  kernel<<<min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream>>>(a, query);
   return finish(e, "sparse_attention");
 }
 
@@ -49,7 +59,7 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   if (const int status = refusal(t, p, e)) return status;
   const bool selects = present(t[ROWS]) && t[ROWS].shape[1] > 0;
   Arguments a{};
-  a.q = data<__nv_bfloat16>(t[Q]), a.out = data<__nv_bfloat16>(t[OUT]);
+  a.out = data<__nv_bfloat16>(t[OUT]);
   a.window = data<uint8_t>(t[WINDOW]), a.window_pitch = t[WINDOW].stride[0];
   a.window_base = data<int>(t[BASE]), a.window_origin = data<int>(t[ORIGIN]), a.window_modulo = data<int>(t[MODULO]);
   if (selects) {
@@ -59,10 +69,12 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   }
   a.row_to_req = data<int>(t[REQUEST]), a.positions = data<int>(t[POSITIONS]), a.sink = data<float>(t[SINK]);
   a.count = present(t[COUNT]) ? data<int>(t[COUNT]) : nullptr;
-  a.q_row = t[Q].stride[0], a.q_head = t[Q].stride[1], a.out_row = t[OUT].stride[0], a.out_head = t[OUT].stride[1];
+  a.out_row = t[OUT].stride[0], a.out_head = t[OUT].stride[1];
   a.heads = static_cast<int>(t[Q].shape[1]), a.block_rows = static_cast<int>(p->i[BLOCK_ROWS]);
   a.window_tokens = static_cast<int>(p->i[WINDOW_TOKENS]), a.scale = static_cast<float>(p->d[0]);
   a.tokens = static_cast<int>(t[Q].shape[0]);
+  CUtensorMap query;
+  if (!query_map(&query, t[Q])) return refuse(e, DI_FAILED, "the driver makes no map of the queries");
   const auto on = static_cast<cudaStream_t>(stream);
-  return selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16 ? launch<true>(a, on, e) : launch<false>(a, on, e);
+  return selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16 ? launch<true>(a, query, on, e) : launch<false>(a, query, on, e);
 }

@@ -23,6 +23,7 @@ __device__ __forceinline__ float power2(float x) {
 template <class E, int parts>
 struct Score {
   const Arguments& a;
+  const CUtensorMap& query;
   Shared& s;
   int warp, lane;
   float scores[32];
@@ -30,24 +31,13 @@ struct Score {
 
   __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
 
-  // Asks for the query of row t.
+  // Asks for the query of row t, once every warp is done with the one that is there.
   __device__ __forceinline__ void ask_query(int t) {
-    const int piece = (32 * warp + lane) & 63, odd = warp >> 1;
-    const uint32_t tile = shared_address(s.q);
-    const __nv_bfloat16* from = a.q + t * a.q_row + odd * a.q_head + 8 * piece;
-#pragma unroll 2
-    for (int head = odd; head < kHeads; head += 2) {
-      const bool inside = head < a.heads;
-      async_copy16(tile + piece_offset(head, piece), inside ? from : a.q, inside);
-      from += 2 * a.q_head;
-    }
-    async_copy_commit();
-  }
-
-  __device__ __forceinline__ void take_query() {
-    async_copy_wait<0>();
-    fence_proxy_async();
     named_barrier_sync(2, kGroup);
+    if (warp != 0 || lane != 0) return;
+    mbarrier_arrive_expect(&s.queried, kTile);
+#pragma unroll 1
+    for (int i = 0; i < kWidth / 64; ++i) tensor_copy3(s.q + i * kSlab, &query, 64 * i, 0, t, &s.queried);
   }
 
   __device__ __forceinline__ void multiply(uint32_t serial) {
@@ -67,7 +57,7 @@ struct Score {
 
   // Scores to weights relative to `reference`, into shared memory.
   __device__ __forceinline__ void weigh(int left, bool last, uint32_t serial) {
-    const float log2_scale = a.scale * kLog2e;
+    const float log2_scale = a.scale * (kLog2e * E::kUnit);
 #pragma unroll
     for (int j = 0; j < 32; ++j) scores[j] *= log2_scale;
     if (left < kStep) {
@@ -115,7 +105,7 @@ struct Score {
         float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
         total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
         const float sink = row(i) < a.heads ? a.sink[row(i)] : 0.0f;
-        if ((lane & 3) == 0) s.share[buffer][row(i)] = 1.0f / (total + power2(sink * kLog2e - reference[i]));
+        if ((lane & 3) == 0) s.share[buffer][row(i)] = E::kUnit / (total + power2(sink * kLog2e - reference[i]));
       }
     }
     fence_proxy_async();
@@ -129,20 +119,16 @@ struct Score {
     if (blockIdx.x < tokens) ask_query(blockIdx.x);
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
       const int keys = take_keys(s, index, lane), steps = keys > 0 ? steps_of(keys) : 0;
-      take_query();
+      mbarrier_wait(&s.queried, index & 1);
       reference[0] = reference[1] = -INFINITY;
       sum[0] = sum[1] = 0.0f;
       for (int step = 0; step < steps; ++step, ++serial) {
         multiply(serial);
-        if (step + 1 == steps) {
-          named_barrier_sync(2, kGroup);
-          if (t + gridDim.x < tokens) ask_query(t + gridDim.x);
-        }
+        if (step + 1 == steps && t + gridDim.x < tokens) ask_query(t + gridDim.x);
         weigh(keys - step * kStep, step + 1 == steps, serial);
       }
       if (steps == 0 && t + gridDim.x < tokens) ask_query(t + gridDim.x);
     }
-    async_copy_wait<0>();
   }
 };
 
@@ -251,12 +237,13 @@ struct Value {
 };
 
 template <class E, int parts, bool fp4>
-__global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap query) {
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) mbarrier_init(&s.full[i], kGroup), mbarrier_init(&s.empty[i], 8);
     for (int i = 0; i < 2; ++i) mbarrier_init(&s.weighed[i], kGroup), mbarrier_init(&s.unweighed[i], 8);
+    mbarrier_init(&s.queried, 1);
     for (int i = 0; i < kLists; ++i) mbarrier_init(&s.listed[i], 1), mbarrier_init(&s.unlisted[i], 12);
     fence_mbarrier_init();
   }
@@ -269,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant
     gather.run();
   } else if (group == 1) {
     registers_down<88>();
-    Score<E, parts> score{a, s, warp, lane};
+    Score<E, parts> score{a, query, s, warp, lane};
     score.run();
   } else {
     registers_up<160>();

@@ -32,8 +32,6 @@ __device__ __forceinline__ void load_some(uint32_t& v, const uint8_t* from, bool
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
                  : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)));
 }
-constexpr int kEarly = 4;  // Rows of a batch that are asked for while the batch before is expanded.
-
 // Raw bytes of one batch of rows, held by a thread between its loads and its stores.
 struct Batch {
   uint4 codes[8];
@@ -54,15 +52,22 @@ struct Gather {
   int warp, lane;
   Batch batch;
 
-  // Lists row t, the block's row number `index`: window rows, then selected rows up to the first -1.
+  // Lists row t, the block's row number `index`: window rows, then selected rows up to the first -1. What the row after it will
+  // be listed from is asked for, so that this waits for the block table alone.
   __device__ __forceinline__ void list(int t, int index) {
     const int thread = 32 * warp + lane;
     const int request = a.row_to_req[t], position = a.positions[t];
     const int* rows = a.rows + t * a.rows_pitch;
     int selected = a.chosen;
 #pragma unroll 1
-    for (int i = thread; i < a.chosen; i += kGroup)
-      if (rows[i] < 0) selected = min(selected, i);
+    for (int i = thread; i < a.chosen; i += 4 * kGroup) {
+      int row[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) row[j] = i + j * kGroup < a.chosen ? rows[i + j * kGroup] : 0;
+#pragma unroll
+      for (int j = 3; j >= 0; --j)
+        if (row[j] < 0) selected = min(selected, i + j * kGroup);
+    }
     selected = __reduce_min_sync(0xFFFFFFFFu, selected);
     if (lane == 0) s.selected[warp] = selected;
     named_barrier_sync(1, kGroup);
@@ -71,17 +76,19 @@ struct Gather {
     if (request >= 0 && position >= 0) {
       uint32_t* to = s.offset[index % kLists];
       const int origin = a.window_origin[request], base = a.window_base[request], modulo = max(a.window_modulo[request], 1);
+      uint32_t found[4];
+      find(rows, request, thread, selected, found);
       const int first = max(max(position - a.window_tokens + 1, 0), origin);
       window = max(position - first + 1, 0);
 #pragma unroll 1
       for (int i = thread; i < window; i += kGroup)
         to[i] = static_cast<uint32_t>((base + (first + i - origin) % modulo) * a.window_pitch >> 4);
-      const int* table = a.block_table + request * a.table_pitch;
 #pragma unroll 1
-      for (int i = thread; i < selected; i += kGroup) {
-        const int r = rows[i], block = r / a.block_rows;
-        const int64_t within = static_cast<int64_t>(r - block * a.block_rows) * (fp4 ? kFp4Row : kFp8Row);
-        to[window + i] = static_cast<uint32_t>((table[block] * a.block_pitch + within) >> 4);
+      for (int i = thread; i < selected; i += 4 * kGroup) {
+        if (i != thread) find(rows, request, i, selected, found);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (i + j * kGroup < selected) to[window + i + j * kGroup] = found[j];
       }
       keys = window + selected;
     }
@@ -90,7 +97,30 @@ struct Gather {
       s.window_of[index % kLists] = window, s.keys_of[index % kLists] = keys;
       mbarrier_arrive(&s.listed[index % kLists]);
     }
+    if (t + gridDim.x < a.tokens) {
+      const int next = t + gridDim.x;
+      if (32 * thread < a.chosen) prefetch_line(a.rows + next * a.rows_pitch + 32 * thread);
+      if (thread == 0) prefetch_line(a.row_to_req + next), prefetch_line(a.positions + next);
+    }
     named_barrier_sync(1, kGroup);
+  }
+
+  // Offsets of the selected rows i, i + 128, i + 256 and i + 384.
+  __device__ __forceinline__ void find(const int* rows, int request, int i, int selected, uint32_t (&found)[4]) const {
+    const int* table = a.block_table + request * a.table_pitch;
+    int row[4], block[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) row[j] = i + j * kGroup < selected ? rows[i + j * kGroup] : 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      block[j] = i + j * kGroup < selected ? row[j] / a.block_rows : 0;
+      row[j] -= block[j] * a.block_rows;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) block[j] = i + j * kGroup < selected ? table[block[j]] : 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      found[j] = static_cast<uint32_t>((block[j] * a.block_pitch + static_cast<int64_t>(row[j]) * (fp4 ? kFp4Row : kFp8Row)) >> 4);
   }
 
   __device__ __forceinline__ static bool has(int window, int step, int kind) {
@@ -110,76 +140,75 @@ struct Gather {
     return Unit{u.slot, u.window, u.keys, step, step == steps_of(u.keys) ? 3 : has(u.window, step, 0) ? 0 : 2};
   }
 
-  // Asks for row i of a batch. Rows past the list, and those of the other kind, give zeros.
-  __device__ __forceinline__ void load(const Unit& u, int i) {
+  // Asks for a batch. Rows past the list, and those of the other kind, give zeros.
+  __device__ __forceinline__ void load(const Unit& u) {
     if (u.kind == 2) {
-      const int row = u.step * kStep + 2 * warp + (lane >> 4) + 8 * i, h = lane & 15;
-      const bool mine = row >= u.window && row < u.keys;
-      const uint8_t* from = a.compressed + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
-      load_some16(batch.codes[i], from + 16 * h, mine);
-      load_some<2>(batch.scales[i], from + kWidth / 2 + 2 * h, mine);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) load4(u, i);
     } else if (u.kind < 2) {
-      const int row = u.step * kStep + 32 * u.kind + warp + 4 * i;
-      const bool in_window = row < u.window, mine = row < u.keys && (!fp4 || in_window);
-      const uint8_t* from = (fp4 || in_window ? a.window : a.compressed) + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
-      load_some16(batch.codes[i], from + 16 * lane, mine);
-      load_some<1>(batch.scales[i], from + kWidth + (lane >> 1), mine);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) load8(u, u.kind, i);
     }
   }
-
-  // Expands a batch into a tile, and asks for the next one row by row as registers become free.
-  __device__ __forceinline__ void work(const Unit& u, const Unit& next, uint32_t tile) {
-    if (u.kind == 2)
-      work4(u, next, tile);
-    else
-      work8(u, next, tile);
+  __device__ __forceinline__ void load4(const Unit& u, int i) {
+    const int row = u.step * kStep + 2 * warp + (lane >> 4) + 8 * i, h = lane & 15;
+    const bool mine = row >= u.window && row < u.keys;
+    const uint8_t* from = a.compressed + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
+    load_some16(batch.codes[i], from + 16 * h, mine);
+    load_some<2>(batch.scales[i], from + kWidth / 2 + 2 * h, mine);
   }
+  __device__ __forceinline__ void load8(const Unit& u, int kind, int i) {
+    const int row = u.step * kStep + 32 * kind + warp + 4 * i;
+    const bool in_window = row < u.window, mine = row < u.keys && (!fp4 || in_window);
+    const uint8_t* from = (fp4 || in_window ? a.window : a.compressed) + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
+    load_some16(batch.codes[i], from + 16 * lane, mine);
+    load_some<1>(batch.scales[i], from + kWidth + (lane >> 1), mine);
+  }
+
+  // Expands a batch into a tile. Rows of the other kind are left alone. The loops have no branch, so that rows overlap.
   // Lane l holds pieces 2 l and 2 l + 1; every other four lanes begin with the second, so that eight lanes meet eight banks.
-  __device__ __forceinline__ void work8(const Unit& u, const Unit& next, uint32_t tile) {
+  // With `rolling`, a row's registers take the same row of the step's second batch as soon as they are free.
+  template <bool rolling>
+  __device__ __forceinline__ void expand8(const Unit& u, uint32_t tile) {
     const int late = (lane >> 2) & 1, left = u.window - u.step * kStep - 32 * u.kind - warp;
     uint32_t at[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) at[j] = tile + u.kind * 4096 + piece_offset(warp, 2 * lane + (late ^ j));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      hold(batch.codes[i], batch.scales[i]);
+      if (i < 7) hold(batch.codes[i + 1], batch.scales[i + 1]);
       const uint4 c = batch.codes[i];
-      if (!fp4 || 4 * i < left) {
-        const uint32_t scale = E::ue8m0(batch.scales[i]);
+      const uint32_t scale = E::ue8m0(batch.scales[i]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          uint32_t v[4];
-          E::fp8(late == j ? c.x : c.z, scale, v[0], v[1]);
-          E::fp8(late == j ? c.y : c.w, scale, v[2], v[3]);
-          store16((at[j] ^ (i & 1) * 64) + i * 512, v[0], v[1], v[2], v[3]);
-        }
+      for (int j = 0; j < 2; ++j) {
+        uint32_t v[4];
+        E::fp8(late == j ? c.x : c.z, scale, v[0], v[1]);
+        E::fp8(late == j ? c.y : c.w, scale, v[2], v[3]);
+        store16((at[j] ^ (i & 1) * 64) + i * 512, v, !fp4 || 4 * i < left);
       }
-      if (i < kEarly) load(next, i);
+      if (rolling) load8(u, 1, i);
     }
   }
   // Lane h of half a warp holds pieces 4 h to 4 h + 3 and begins with piece (h / 2) % 4 of them.
-  __device__ __forceinline__ void work4(const Unit& u, const Unit& next, uint32_t tile) {
+  __device__ __forceinline__ void expand4(const Unit& u, uint32_t tile) {
     const int h = lane & 15, turn = (h >> 1) & 3, begin = u.window - u.step * kStep - 2 * warp - (lane >> 4);
     uint32_t at[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) at[j] = tile + piece_offset(2 * warp + (lane >> 4), 4 * h + ((j + turn) & 3));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      hold(batch.codes[i], batch.scales[i]);
+      if (i < 7) hold(batch.codes[i + 1], batch.scales[i + 1]);
       uint4 c = batch.codes[i];
-      if (8 * i >= begin) {
-        if (turn & 1) c = make_uint4(c.y, c.z, c.w, c.x);
-        if (turn & 2) c = make_uint4(c.z, c.w, c.x, c.y);
-        const uint32_t words[4] = {c.x, c.y, c.z, c.w};
-        const uint32_t low = E::e4m3_scale(batch.scales[i] & 0xFF), high = E::e4m3_scale(batch.scales[i] >> 8);
+      if (turn & 1) c = make_uint4(c.y, c.z, c.w, c.x);
+      if (turn & 2) c = make_uint4(c.z, c.w, c.x, c.y);
+      const uint32_t words[4] = {c.x, c.y, c.z, c.w};
+      const uint32_t low = E::e4m3_scale(batch.scales[i] & 0xFF), high = E::e4m3_scale(batch.scales[i] >> 8);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t v[4];
-          E::fp4(words[j], (j + turn) & 2 ? high : low, v);
-          store16(at[j] + i * 1024, v[0], v[1], v[2], v[3]);
-        }
+      for (int j = 0; j < 4; ++j) {
+        uint32_t v[4];
+        E::fp4(words[j], (j + turn) & 2 ? high : low, v);
+        store16(at[j] + i * 1024, v, 8 * i >= begin);
       }
-      if (i < kEarly) load(next, i);
     }
   }
 
@@ -198,21 +227,26 @@ struct Gather {
         if (next.kind == 3 && more) next = first_of(index + 1);
         const bool last = next.step != u.step || next.slot != u.slot || next.kind == 3, row_ends = next.slot != u.slot || next.kind == 3;
         if (u.kind == 3) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) load(next, i);
+          load(next);
           u = next;
           break;
         }
         const int stage = serial % kStages;
         if (fresh) mbarrier_wait(&s.empty[stage], (serial / kStages & 1) ^ 1);
-        work(u, next, shared_address(s.keys[stage]));
+        const uint32_t tile = shared_address(s.keys[stage]);
+        const bool rolling = u.kind == 0 && !last && next.kind == 1;
+        if (u.kind == 2)
+          expand4(u, tile);
+        else if (rolling)
+          expand8<true>(u, tile);
+        else
+          expand8<false>(u, tile);
         if (last) {
-          fence_proxy_async();
+          fence_proxy_async();  // It waits for this thread's loads too: no batch may be on its way here.
           mbarrier_arrive(&s.full[stage]);
           ++serial;
         }
-#pragma unroll
-        for (int i = kEarly; i < 8; ++i) load(next, i);
+        if (!rolling) load(next);
         fresh = last;
         u = next;
         if (row_ends) break;

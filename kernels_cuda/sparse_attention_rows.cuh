@@ -26,8 +26,9 @@ __device__ __forceinline__ uint32_t e4m3_to_f16(uint32_t two_codes) {
 
 __device__ __forceinline__ uint32_t twice(uint32_t half) { return half | half << 16; }
 
-// BF16: every decoded value is exact.
+// BF16: every decoded value is exact. Values are kept 2^8 times too small, so that one product makes them of e2m1 codes.
 struct Bf16 {
+  static constexpr float kUnit = 256.0f;
   static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
     uint32_t d;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -47,13 +48,13 @@ struct Bf16 {
   }
   static __device__ __forceinline__ uint32_t e4m3_scale(uint32_t code) {
     const __half2 value = *reinterpret_cast<const __half2*>(&static_cast<const uint32_t&>(e4m3_to_f16(code)));
-    const float wide = __low2float(value);
+    const float wide = __low2float(value) * 0x1p118f;
     return pack(wide, wide);
   }
   static __device__ __forceinline__ uint32_t fp8_pair(uint32_t word, uint32_t selector, uint32_t scale) {
     const uint32_t t = permute_bytes(word, 0, selector);
     const uint32_t bits = (t & 0x80008000u) | ((t >> 4) & 0x07F007F0u);  // The code times 2^-120.
-    return multiply(multiply(bits, 0x7B807B80u), scale);
+    return multiply(multiply(bits, 0x77807780u), scale);         // Times 2^112.
   }
   static __device__ __forceinline__ void fp8(uint32_t word, uint32_t scale, uint32_t& first, uint32_t& second) {
     first = fp8_pair(word, 0x1404, scale);
@@ -66,7 +67,7 @@ struct Bf16 {
     for (int i = 0; i < 4; ++i) {
       const uint32_t t = permute_bytes(word, odd, selectors[i]);
       const uint32_t bits = ((t << 12) & 0x80008000u) | ((t << 6) & 0x01C001C0u);  // The code times 2^-126.
-      out[i] = multiply(multiply(bits, 0x7E807E80u), scale);
+      out[i] = multiply(bits, scale);
     }
   }
   template <int N, int transposed_b, int R>

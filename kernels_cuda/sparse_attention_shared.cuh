@@ -15,15 +15,14 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kHeadroom = 8.0f;  // Weights may pass 1 by this power of two before the reference follows the maximum.
 
 struct Arguments {
-  const __nv_bfloat16* q;
   __nv_bfloat16* out;
   const uint8_t* window;
   const uint8_t* compressed;
   const int *window_base, *window_origin, *window_modulo, *block_table, *rows, *row_to_req, *positions, *count;
   const float* sink;
-  int64_t q_row, q_head, out_row, out_head;  // Elements.
-  int64_t window_pitch, block_pitch;         // Bytes.
-  int64_t table_pitch, rows_pitch;           // Elements.
+  int64_t out_row, out_head;          // Elements.
+  int64_t window_pitch, block_pitch;  // Bytes.
+  int64_t table_pitch, rows_pitch;    // Elements.
   int tokens, heads, chosen, block_rows, window_tokens;
   float scale;
 };
@@ -39,7 +38,7 @@ struct Shared {
   uint32_t offset[kLists][kMostKeys];  // Of a list's rows in their store, in units of 16 bytes.
   float shrink[2][kHeads];        // By weight buffer: what the output so far is multiplied by before the step is added.
   float share[2][kHeads];         // By weight buffer, at a row's last step: what the output is multiplied by in the end.
-  uint64_t full[kStages], empty[kStages], weighed[2], unweighed[2], listed[kLists], unlisted[kLists];
+  uint64_t full[kStages], empty[kStages], weighed[2], unweighed[2], listed[kLists], unlisted[kLists], queried;
   int window_of[kLists], keys_of[kLists];  // Keys of a list: in the window, and all; -1 for a row that is left as it is.
   int selected[4];
 };
@@ -49,8 +48,9 @@ __device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
   return (piece >> 3) * kSlab + row * 128 + (((piece & 7) ^ (row & 7)) << 4);
 }
 
-__device__ __forceinline__ void store16(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+__device__ __forceinline__ void store16(uint32_t address, const uint32_t (&v)[4], bool some) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p st.shared.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"r"(address), "r"(v[0]), "r"(v[1]),
+               "r"(v[2]), "r"(v[3]), "r"(static_cast<int>(some)) : "memory");
 }
 
 // Work on the values is not moved before the stores that come first, which would fill the registers.
