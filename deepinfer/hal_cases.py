@@ -68,17 +68,17 @@ def cases(profile: str) -> list[SystemCase]:
     return [
         SystemCase(
             "model(name=nano,rule=agreement,act_quant=none)", why + measured,
-            functools.partial(agreement, folder=MODEL, act_quant="none", prompts=prompts),
+            functools.partial(agreement, folder=MODEL, act_quant="none", prompts=prompts), group="model none",
         ),
         SystemCase(
             "model(name=nano,rule=tokens,act_quant=fp8_32)", why + ".",
-            functools.partial(tokens, folder=MODEL, act_quant="fp8_32", prompts=prompts),
+            functools.partial(tokens, folder=MODEL, act_quant="fp8_32", prompts=prompts), group="model fp8_32",
         ),
         *_whole_rule_with_rounding(profile, why + measured),
         SystemCase(
             "model(name=nano,rule=chunks)",
             "One prompt gives the same choices whether it is prefilled at once or in chunks.",
-            functools.partial(chunks, folder=MODEL),
+            functools.partial(chunks, folder=MODEL), group="model none",
         ),
         *_forced_cases(profile),
     ]
@@ -87,7 +87,7 @@ def cases(profile: str) -> list[SystemCase]:
 def _whole_rule_with_rounding(profile: str, why: str) -> list[SystemCase]:
     """Over all positions only: a part of them may lie above tau by luck."""
     run = functools.partial(agreement, folder=MODEL, act_quant="fp8_32")
-    return [] if profile == "core" else [SystemCase(_RULE_WITH_ROUNDING, why, run, _KNOWN)]
+    return [] if profile == "core" else [SystemCase(_RULE_WITH_ROUNDING, why, run, _KNOWN, "model fp8_32")]
 
 
 def _forced_cases(profile: str) -> list[SystemCase]:
@@ -96,10 +96,10 @@ def _forced_cases(profile: str) -> list[SystemCase]:
     for numerics in NUMERICS:
         for layer in _CORE_LAYERS if profile == "core" else LAYERS:
             run = functools.partial(forced_layer, folder=MODEL, layer=layer, numerics=numerics)
-            found.append(SystemCase(f"model(name=nano,layer={layer},numerics={numerics})", why, run))
+            found.append(SystemCase(f"model(name=nano,layer={layer},numerics={numerics})", why, run, group=f"layers {numerics}"))
         if profile != "core":
             run = functools.partial(forced_draft, folder=MODEL, numerics=numerics)
-            found.append(SystemCase(f"model(name=nano,layer=draft,numerics={numerics})", why, run))
+            found.append(SystemCase(f"model(name=nano,layer=draft,numerics={numerics})", why, run, group=f"layers {numerics}"))
     return found
 
 
@@ -126,11 +126,10 @@ def _no_farther(facts: dict[str, Any], most: float) -> dict[str, Any]:
 def _same_tokens(backend: Backend, index: int, folder: Path, act_quant: str, prompts: int | None) -> dict[str, Any]:
     """Compares logits along the stored texts; CheckFailed where argmax differs above tau."""
     stored = _stored(folder)
-    tau, texts = stored["tau"][act_quant], [p + g for p, g in zip(stored["prompts"], stored["greedy"], strict=True)][:prompts]
-    lengths = [len(greedy) for greedy in stored["greedy"]][:prompts]
+    tau, (texts, lengths) = stored["tau"][act_quant], _texts(stored, prompts)
     runner = _runner(backend, index, folder, act_quant)
     theirs = _logits(runner, texts, lengths)
-    ours = _logits(_reference_runner(folder, _dtype(backend, index), act_quant), texts, lengths)
+    ours = _reference_logits(folder, _dtype(backend, index), act_quant, prompts)
     best = ours.topk(2).values
     sure = best[:, 0] - best[:, 1] > tau
     wrong = (sure & (ours.argmax(-1) != theirs.argmax(-1))).nonzero().flatten().tolist()
@@ -193,6 +192,18 @@ def _runner(backend: Backend, index: int, folder: Path, act_quant: str) -> Runne
 def _reference_runner(folder: Path, dtype: str, act_quant: str) -> Runner:
     """The references on the host: what every backend is held against."""
     return Runner(load(_config(folder, "cpu", dtype, act_quant), only_reference=True))
+
+
+def _texts(stored: dict[str, Any], prompts: int | None) -> tuple[list[list[int]], list[int]]:
+    """The first prompts with their greedy tokens, and how many of each are greedy."""
+    texts = [p + g for p, g in zip(stored["prompts"], stored["greedy"], strict=True)][:prompts]
+    return texts, [len(greedy) for greedy in stored["greedy"]][:prompts]
+
+
+@functools.cache
+def _reference_logits(folder: Path, dtype: str, act_quant: str, prompts: int | None) -> torch.Tensor:
+    """What `_logits` gives of the references on the host."""
+    return _logits(_reference_runner(folder, dtype, act_quant), *_texts(_stored(folder), prompts))
 
 
 def _logits(runner: Runner, texts: list[list[int]], lengths: list[int]) -> torch.Tensor:

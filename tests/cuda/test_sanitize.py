@@ -14,7 +14,7 @@ CLEAN = "========= COMPUTE-SANITIZER\nthe kernel ran: di_rope\n========= ERROR S
 RACE = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Write access at races_in_shared_memory(int *)+0xd0
 =========     and Read access at races_in_shared_memory(int *)+0x120 [508 hazards]
-the kernel ran: status 0
+the kernel ran: di_rope
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 NEVER_STARTED = "========= COMPUTE-SANITIZER\n========= Error: Target application terminated before first instrumented API call\n"
@@ -27,6 +27,8 @@ NEVER_STARTED = "========= COMPUTE-SANITIZER\n========= Error: Target applicatio
         (RACE, sanitize.FOUND, "found", "Error: Race reported between Write access at races_in_shared_memory(int *)+0xd0"),
         (CLEAN.replace("0 errors", "2 errors"), sanitize.FOUND, "found", "the tool says so by its exit status"),
         (CLEAN.replace("the kernel ran", "nothing"), 0, "did-not-run", None),
+        (CLEAN.replace("di_rope", "di_rope_too"), 0, "did-not-run", None),
+        ("", None, "timeout", ""),
         (CLEAN, 1, "did-not-run", None),
         (NEVER_STARTED, 0, "did-not-run", None),
     ],
@@ -71,3 +73,28 @@ def test_a_kernel_gets_the_largest_case_that_is_small_enough():
     case = parse_case(sanitize._small_case(backend, index, made(bf16)))
     assert case.params["dtype"] == "bf16" and case.params["T"] > 1
     assert sanitize._small_case(backend, index, made(lambda call: No("nothing"))) == ""
+
+
+TOOL = """#!/bin/sh
+shift 4
+case "$*" in
+*di_bad*di_*) echo "the kernel ran: di_good" ; echo "========= ERROR SUMMARY: 1 error"; exit 86;;
+*di_bad*) echo "========= Invalid __global__ write of size 4 bytes"; echo "========= ERROR SUMMARY: 1 error"; exit 86;;
+*) echo "the kernel ran: di_good"; echo "========= ERROR SUMMARY: 0 errors";;
+esac
+"""
+
+
+def test_kernels_that_shared_a_process_with_an_error_are_asked_again_alone(tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: str(tool))
+    monkeypatch.setattr(sanitize, "_build_control", lambda folder: "")
+    monkeypatch.setattr(sanitize, "_chosen", lambda spec, ops: [("di_bad", "rope", "a"), ("di_good", "rope", "b")])
+    monkeypatch.setattr(sanitize, "_report", lambda work, *rest: work)
+    monkeypatch.setattr(sys, "argv", ["sanitize.py"])
+    found = {(answer.symbol, answer.tool): (answer.verdict, answer.together) for answer in sanitize.main()}
+    for name in sanitize.TOOLS:
+        assert found["di_good", name] == ("clean", 1)
+        assert found["di_bad", name] == ("found", 1)

@@ -1,9 +1,11 @@
-"""compute-sanitizer over one small case of every kernel: memcheck and racecheck, each in a process of its own.
+"""compute-sanitizer over one small case of every kernel: memcheck and racecheck.
 
     python tools/cuda/sanitize.py --json reports/cuda/sanitize.json
 
-A clean answer counts only where the kernel ran under the tool, and where the tool found the two errors that
-sanitize_control.cu plants. Exit status 0: all clean; 1: something was found or did not run; 2: the tool is not usable.
+Starting the tool takes far longer than a case, so a process runs several kernels; if anything at all is wrong in it, each of
+them runs again in a process of its own. A clean answer counts only where the kernel ran under the tool, and where the tool
+found the two errors that sanitize_control.cu plants. Exit status 0: all clean; 1: something was found or did not run; 2: the
+tool is not usable.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ RAN = "the kernel ran"
 
 @dataclass
 class Answer:
-    """What one tool said of one kernel. verdict: clean | found | timeout | did-not-run."""
+    """What one tool said of one kernel. verdict: clean | found | timeout | did-not-run. together, seconds: kernels of the
+    process that it ran in, and of that process."""
 
     symbol: str
     op: str
@@ -50,13 +53,14 @@ class Answer:
     verdict: str = "did-not-run"
     errors: int = 0
     seconds: float = 0.0
+    together: int = 1
     first: str = ""
 
 
 def main() -> int:
     args = _arguments()
-    if args.one:
-        return _run_one(args.backend, args.one, args.case)
+    if args.run:
+        return _run(args.backend, json.loads(args.run))
     if args.control is not None:
         return _run_control(args.control)
     tool = shutil.which("compute-sanitizer")
@@ -66,12 +70,18 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         library = _build_control(Path(folder))
-        work = [Answer(f"planted {name}", "control", library, name) for name in TOOLS]
-        work += [Answer(*one, name) for one in _chosen(args.backend, args.op) for name in TOOLS]
+        controls = [Answer(f"planted {name}", "control", library, name) for name in TOOLS]
+        kernels = [Answer(*one, name) for name in TOOLS for one in _chosen(args.backend, args.op)]
+        chunks = [chunk for name in TOOLS for chunk in _chunks([one for one in kernels if one.tool == name], args.together)]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            for answer in pool.map(lambda one: _ask(tool, args.backend, one, args.seconds), work):
-                if answer.verdict != "clean" and answer.op != "control":
-                    print(f"{answer.verdict:12} {answer.tool:10} {answer.symbol}  {answer.first}", flush=True)
+            asked = [[one] for one in controls] + chunks
+            list(pool.map(lambda one: _ask(tool, args.backend, one, args.seconds), asked))
+            again = [one for chunk in chunks if len(chunk) > 1 for one in chunk if one.verdict != "clean"]
+            list(pool.map(lambda one: _ask(tool, args.backend, [one], args.seconds), again))
+    for answer in kernels:
+        if answer.verdict != "clean":
+            print(f"{answer.verdict:12} {answer.tool:10} {answer.symbol}  {answer.first}", flush=True)
+    work = controls + kernels
     return _report(work, args, tool, time.monotonic() - started)
 
 
@@ -82,8 +92,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="store the answers here")
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of one process")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # the child: this symbol
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--together", type=int, default=8, help="kernels of one process")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # the child: [[symbol, case], ...]
     parser.add_argument("--control", help=argparse.SUPPRESS)  # the child: LIBRARY:WHICH
     return parser.parse_args()
 
@@ -124,36 +134,49 @@ def _served_bytes(backend, index, kernel, case) -> int:
     return int(problem.card.cost(problem.pristine).bytes) if served else 0
 
 
-def _ask(tool: str, spec: str, answer: Answer, seconds: float) -> Answer:
-    """Runs the tool over one child and reads what it printed."""
-    if not answer.case:
-        answer.first = "the kernel serves no case with rows"
-        return answer
-    child = ["--control", f"{answer.case}:{CONTROLS[answer.tool]}"] if answer.op == "control" else [
-        "--backend", spec, "--one", answer.symbol, "--case", answer.case]  # fmt: skip
-    command = [tool, "--tool", answer.tool, "--error-exitcode", str(FOUND), sys.executable, __file__, *child]
+def _chunks(answers: list[Answer], most: int) -> list[list[Answer]]:
+    return [answers[start : start + most] for start in range(0, len(answers), most)]
+
+
+def _ask(tool: str, spec: str, answers: list[Answer], seconds: float) -> None:
+    """Runs the tool over one child, which runs the answers' kernels one after the other, and fills the answers in."""
+    answers = [answer for answer in answers if answer.case]
+    if not answers:
+        return
+    first = answers[0]
+    if first.op == "control":
+        child = ["--control", f"{first.case}:{CONTROLS[first.tool]}"]
+    else:
+        child = ["--backend", spec, "--run", json.dumps([(answer.symbol, answer.case) for answer in answers])]
+    command = [tool, "--tool", first.tool, "--error-exitcode", str(FOUND), sys.executable, __file__, *child]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(TREE)}
     started = time.monotonic()
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+        text, status = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired:
-        answer.verdict, answer.seconds = "timeout", time.monotonic() - started
-        return answer
-    answer.seconds = round(time.monotonic() - started, 1)
-    _read(answer, done.stdout + done.stderr, done.returncode)
-    return answer
+        text, status = "", None
+    for answer in answers:
+        answer.seconds, answer.together = round(time.monotonic() - started, 1), len(answers)
+        _read(answer, text, status)
 
 
-def _read(answer: Answer, text: str, status: int) -> None:
+def _read(answer: Answer, text: str, status: int | None) -> None:
+    """The verdict on one kernel from what the tool said of its process, and the process's exit status (None: no time)."""
+    answer.first, answer.errors = "", 0
+    if status is None:
+        answer.verdict = "timeout"
+        return
     told = [line.lstrip("= ") for line in text.splitlines() if line.startswith("=========")]
     counts = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
     answer.errors = int(counts[1]) if counts else 0
     named = [line for line in told if re.search(r"Invalid|hazard|error|Error|Race", line) and "SUMMARY" not in line]
     if answer.errors or status == FOUND:
         answer.verdict, answer.first = "found", (named or ["the tool says so by its exit status"])[0][:300]
-    elif status == 0 and counts and RAN in text:
+    elif status == 0 and counts and f"{RAN}: {answer.symbol}\n" in text:
         answer.verdict = "clean"
     else:
+        answer.verdict = "did-not-run"
         answer.first = " ".join(text.split()[-40:])[:300]
 
 
@@ -189,20 +212,22 @@ def _facts(spec: str) -> dict[str, object]:
 # ---------------------------------------------------------------------------------------------------- children
 
 
-def _run_one(spec: str, symbol: str, case_id: str) -> int:
-    """Runs the kernel twice on the case, in guarded memory, and waits."""
+def _run(spec: str, wanted: list[tuple[str, str]]) -> int:
+    """Runs each kernel twice on its case, in guarded memory, and waits."""
     from deepinfer_hal.card import get_card
     from deepinfer_hal.conformance.cases import parse_case
     from deepinfer_hal.conformance.problem import Problem, Subject
     from deepinfer_hal.registry import open_backend
 
     backend, index = open_backend(spec)
-    kernel = next(kernel for kernel in backend.kernels(index) if kernel.symbol == symbol)
-    problem = Problem(Subject(get_card(kernel.op), kernel, backend, index), parse_case(case_id))
-    placed = problem.place()
-    for _ in range(2):
-        problem.call(placed.args)
-    print(f"{RAN}: {symbol}", flush=True)
+    kernels = {kernel.symbol: kernel for kernel in backend.kernels(index)}
+    for symbol, case in wanted:
+        kernel = kernels[symbol]
+        problem = Problem(Subject(get_card(kernel.op), kernel, backend, index), parse_case(case))
+        placed = problem.place()
+        for _ in range(2):
+            problem.call(placed.args)
+        print(f"{RAN}: {symbol}", flush=True)
     return 0
 
 
@@ -219,7 +244,7 @@ def _build_control(folder: Path) -> str:
 def _run_control(which: str) -> int:
     library, _, number = which.rpartition(":")
     status = ctypes.CDLL(library).planted(int(number))
-    print(f"{RAN}: status {status}", flush=True)
+    print(f"status {status}", flush=True)
     return 0
 
 

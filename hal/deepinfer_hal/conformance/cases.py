@@ -31,13 +31,15 @@ class SystemCase:
     """A case that is no single op: a whole model, a device's copies. Its id is `<name>(<parameters>)`.
 
     run(backend, index) raises CheckFailed, or Declined where the backend does not offer what is tested; it may return
-    facts for the report. waiver: of a failure that is the case's own on every backend, not one backend's.
+    facts for the report. waiver: of a failure that is the case's own on every backend, not one backend's. group: cases of
+    one group share what is costly to make, so one worker runs them all.
     """
 
     id: str
     why: str
     run: Callable[[Backend, int], dict[str, Any] | None]
     waiver: Waiver | None = None
+    group: str = ""
 
     @property
     def op(self) -> str:

@@ -41,7 +41,9 @@ def communication_cases() -> Iterator[SystemCase]:
     """Every op in every world; a late rank, a rank killed before and in a call, a rank in another call."""
     for op, why in WHY.items():
         for world in WORLDS:
-            yield SystemCase(f"ranks(op={op},world={world})", why, functools.partial(_op, op=op, world=world))
+            yield SystemCase(
+                f"ranks(op={op},world={world})", why, functools.partial(_op, op=op, world=world), group="ranks"
+            )
     for what, why, check in (
         ("late", "A rank that comes within the deadline is no error.", _late),
         ("confused", "Ranks that make different calls are told so, and nothing moves.", _confused),
@@ -49,7 +51,7 @@ def communication_cases() -> Iterator[SystemCase]:
         ("dead_in_transfer", "Also when it is killed while bytes move.", functools.partial(_dead, when="transfer")),
     ):
         for world in WORLDS[1:]:
-            yield SystemCase(f"ranks({what},world={world})", why, functools.partial(check, world=world))
+            yield SystemCase(f"ranks({what},world={world})", why, functools.partial(check, world=world), group="ranks")
 
 
 @functools.cache

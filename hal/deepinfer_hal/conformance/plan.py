@@ -80,7 +80,7 @@ class Plan:
 class Item:
     """One case on one kernel, as the worker is told of it. `unsupported`: why nothing can serve the op, else empty.
 
-    first: the op's first case with rows. share: cases that share the op's time for repetitions.
+    first: the op's first case with rows. share: cases that share the op's time for repetitions. group: of `SystemCase`.
     """
 
     source: str
@@ -91,6 +91,7 @@ class Item:
     first: bool = False
     share: int = 1
     unsupported: str = ""
+    group: str = ""
 
 
 def open_subject(plan: Plan) -> tuple[Backend, int]:
@@ -155,7 +156,7 @@ def expand(plan: Plan, backend: Backend, index: int) -> list[Item]:
             kernels = offers.get(op, [])
             items += [Item(TRACE, op, id, k.symbol, k.provider, share=calls[op]) for k in kernels] or [_unserved(TRACE, op, id)]
     if not plan.reference or plan.cases:
-        items += [Item(SYSTEM, case.op, case.id) for case in catalogue.system_cases(plan.profile)]
+        items += [Item(SYSTEM, case.op, case.id, group=case.group) for case in catalogue.system_cases(plan.profile)]
     if plan.ops:
         items = [item for item in items if item.op in plan.ops]
     return [item for item in items if item.id in plan.cases] if plan.cases else items

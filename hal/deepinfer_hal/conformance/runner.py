@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer_hal.conformance.cases import own_waivers
-from deepinfer_hal.conformance.plan import SYSTEM, Item, Plan
+from deepinfer_hal.conformance.plan import Item, Plan
 from deepinfer_hal.conformance.resume import Earlier
 from deepinfer_hal.conformance.verdict import (
     BROKEN,
@@ -100,8 +100,8 @@ def run_suite(
             run.results.append(kept)
         else:
             shared.pending.append(item)
-    if jobs > 1:  # whole models take longest, so they come first and one at a time
-        shared.pending = deque(sorted(shared.pending, key=lambda item: item.source != SYSTEM))
+    if jobs > 1:  # groups take longest, each together, then composites made of parts: so they come first
+        shared.pending = deque(sorted(shared.pending, key=lambda item: (not item.group, item.group, "(" not in item.symbol)))
     run.resumed = earlier.told()
     others = [threading.Thread(target=_serve, args=(shared, None), daemon=True) for _ in range(jobs - 1)]
     for thread in others:
@@ -138,8 +138,10 @@ class _Shared:
         with self.lock:
             if self.deaths >= MOST_CRASHES or self.problem is not None or time.monotonic() >= self.ends:
                 return []
-            most = 1 if self.batch == SHARED_BATCH and self.pending and self.pending[0].source == SYSTEM else self.batch
-            return [self.pending.popleft() for _ in range(min(most, len(self.pending)))]
+            group = self.pending[0].group if self.pending and self.batch == SHARED_BATCH else ""
+            if group:
+                return [self.pending.popleft() for _ in range(sum(item.group == group for item in self.pending))]
+            return [self.pending.popleft() for _ in range(min(self.batch, len(self.pending)))]
 
     def give_back(self, items: list[Item]) -> None:
         with self.lock:

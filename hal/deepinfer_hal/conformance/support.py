@@ -19,7 +19,7 @@ from typing import Any
 
 from deepinfer_hal.card import all_cards
 from deepinfer_hal.conformance import report as stored
-from deepinfer_hal.conformance.verdict import BROKEN, PASS, WAIVED
+from deepinfer_hal.conformance.verdict import BROKEN, NOT_RUN, PASS, WAIVED
 from deepinfer_hal.errors import BadCall
 
 EVIDENCE = "deepinfer-hal-evidence"
@@ -88,7 +88,7 @@ def _report(document: Mapping[str, Any], name: str) -> tuple[str, dict[str, Entr
     for result in document["results"]:
         if result["symbol"] and not document["fallback"]["served_by_reference"]:
             by_op.setdefault(result["op"], []).append(result["verdict"])
-    good = {op for op, words in by_op.items() if PASS in words and not set(words) & {*BROKEN, WAIVED}}
+    good = {op for op, words in by_op.items() if PASS in words and not set(words) & {*BROKEN, WAIVED, NOT_RUN}}
     suite = document["suite"]
     state = "clean" if suite["clean_tree"] else "not clean"
     line = (
