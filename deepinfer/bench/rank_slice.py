@@ -7,6 +7,8 @@ bring them; the exchange itself takes no time here.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,13 +30,15 @@ _CEILING_BYTES = 256 << 20
 class Workload:
     """requests: sequences of the decode steps; context: tokens before each; prefill: tokens of the prefill steps, from the
     start of a sequence; ops_at: of which request counts and prefill sizes every op is timed; gap_steps: decode steps of the
-    engine's own loop, at each request count of ops_at."""
+    engine's own loop, at each request count of ops_at. seconds: steps that would begin later than so long after the start are
+    left out; 0: none is."""
 
     requests: tuple[int, ...]
     context: int
     prefill: tuple[int, ...]
     ops_at: tuple[int, ...]
     gap_steps: int = 0
+    seconds: float = 0.0
 
 
 Say = Callable[[str], None]
@@ -43,22 +47,24 @@ Say = Callable[[str], None]
 def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lambda line: None) -> dict[str, Any]:
     """All steps of the workload as plain values for a report; `say` hears each as it comes. A step that fails is an entry with
     its error, and the others go on."""
+    started = time.monotonic()
     ceilings = measure_ceilings(backend, index, _CEILING_BYTES)
     say(describe_ceilings(ceilings))
     longest = max((load.context if load.requests else 0, *load.prefill))
     model = SliceModel(backend, index, cut, max(load.requests, default=1), longest)
-    bench = _Bench(backend, index, model, ceilings, say)
-    steps = []
+    bench = _Bench(backend, index, model, ceilings, say, started + load.seconds if load.seconds else math.inf)
     drafted = model.text.dspark_block_size if model.text.draft_layers else 1
     most = max((requests * max(1 + DRAFTS, drafted) for requests in load.requests), default=0)
+    steps = []
     for requests in load.requests:
         for tokens in (1, 1 + DRAFTS):
             what = {"kind": "decode" if tokens == 1 else "verify", "requests": requests, "tokens": tokens}
             steps.append(bench.step(what, load.context - tokens, tokens, most, requests in load.ops_at))
+    bench.bind(0)
+    gaps = [bench.gap(requests, load.gap_steps) for requests in load.requests if requests in load.ops_at and load.gap_steps]
     for tokens in load.prefill:
         steps.append(bench.step({"kind": "prefill", "requests": 1, "tokens": tokens}, 0, 1, tokens, tokens in load.ops_at))
     bench.bind(0)
-    gaps = [bench.gap(requests, load.gap_steps) for requests in load.requests if requests in load.ops_at and load.gap_steps]
     bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, _CEILING_BYTES))
     result = {
         "device": f"{backend.name}:{index}",
@@ -100,7 +106,10 @@ def describe_ceilings(ceilings: Ceilings) -> str:
 class _Bench:
     """What the steps of one slice share."""
 
-    def __init__(self, backend: Any, index: int, model: SliceModel, ceilings: Ceilings, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, backend: Any, index: int, model: SliceModel, ceilings: Ceilings, say: Say, deadline: float
+    ) -> None:
+        self.deadline = deadline
         self.backend, self.index, self.model, self.ceilings, self.say = backend, index, model, ceilings, say
         self.bound: BoundNetwork | None = None
         self.kernels: list[dict[str, Any]] = []
@@ -117,6 +126,8 @@ class _Bench:
 
     def step(self, what: dict[str, Any], before: int, logits_each: int, rows: int, with_ops: bool) -> dict[str, Any]:
         """One step whole, in parts and, if asked, by op, on a network of `rows` rows. Never raises for what a kernel does."""
+        if time.monotonic() > self.deadline:
+            return {**what, "error": "not run: the time given to the benchmark was spent"}
         try:
             self.bind(rows)
             return self._step(what, before, logits_each, with_ops)
@@ -126,6 +137,8 @@ class _Bench:
 
     def gap(self, requests: int, steps: int) -> dict[str, Any]:
         """The engine's own loop at a request count; an entry with its error if it fails."""
+        if time.monotonic() > self.deadline:
+            return {"requests": requests, "error": "not run: the time given to the benchmark was spent"}
         try:
             found = measure_gap(self.backend, self.index, self.model, requests, steps)
         except Exception as error:  # as in `step`

@@ -28,6 +28,7 @@ def rank_slice(
     prefill: Annotated[str, typer.Option(help="Tokens of the prefill steps; none: `-`.")] = "4k,16k,64k",
     ops_at: Annotated[str, typer.Option(help="Sizes of which every op is timed too; none: `-`.")] = "64,4k",
     gap_steps: Annotated[int, typer.Option(min=0, help="Decode steps of the engine's own loop, for the gap between steps.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0, help="Given to each of --ranks; steps that would begin later are left out.")] = 0.0,
     report: Report = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the extrapolation beside the published curve into this file.")] = None,
     as_json: Json = False,
@@ -40,7 +41,7 @@ def rank_slice(
     from deepinfer.bench.slice_config import make_slice
 
     config = _model_config(model)
-    load = Workload(_sizes(requests), context, _sizes(prefill), _sizes(ops_at), gap_steps)
+    load = Workload(_sizes(requests), context, _sizes(prefill), _sizes(ops_at), gap_steps, seconds)
     cuts = [make_slice(config, layers, one) for one in _sizes(ranks)]
     device, index = open_backend(backend)
     results = []

@@ -146,6 +146,11 @@ class TestMeasuring:
         assert found["whole_model"] == [] and found["missing_kinds"]
 
 
+def test_steps_after_the_time_given_are_left_out_and_say_so():
+    found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), 128, (64,), (1,), gap_steps=1, seconds=1e-6))
+    assert {one["error"] for one in (*found["steps"], *found["gaps"])} == {"not run: the time given to the benchmark was spent"}
+
+
 class TestArithmetic:
     def result(self):
         def step(kind, tokens, **parts):
