@@ -28,7 +28,7 @@ def rank_slice(
     prefill: Annotated[str, typer.Option(help="Tokens of the prefill steps; none: `-`.")] = "4k,16k,64k",
     ops_at: Annotated[str, typer.Option(help="Sizes of which every op is timed too; none: `-`.")] = "64,4k",
     gap_steps: Annotated[int, typer.Option(min=0, help="Decode steps of the engine's own loop, for the gap between steps.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0, help="Given to each of --ranks; steps that would begin later are left out.")] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0, help="For each of --ranks; later steps are left out.")] = 0.0,
     report: Report = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the extrapolation beside the published curve into this file.")] = None,
     as_json: Json = False,
