@@ -98,3 +98,9 @@ def test_kernels_that_shared_a_process_with_an_error_are_asked_again_alone(tmp_p
     for name in sanitize.TOOLS:
         assert found["di_good", name] == ("clean", 1)
         assert found["di_bad", name] == ("found", 1)
+
+
+def test_what_there_is_no_time_for_did_not_run(tmp_path):
+    answer = sanitize.Answer("di_rope", "rope", "rope(T=1)", "memcheck")
+    sanitize._ask(str(tmp_path / "no-such-tool"), "cpu", [answer], 60.0, ends=0.0)
+    assert answer.verdict == "did-not-run"

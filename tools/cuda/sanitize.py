@@ -68,6 +68,7 @@ def main() -> int:
         print("error: compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
     started = time.monotonic()
+    ends = started + args.total
     with tempfile.TemporaryDirectory() as folder:
         library = _build_control(Path(folder))
         controls = [Answer(f"planted {name}", "control", library, name) for name in TOOLS]
@@ -75,9 +76,9 @@ def main() -> int:
         chunks = [chunk for name in TOOLS for chunk in _chunks([one for one in kernels if one.tool == name], args.together)]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             asked = [[one] for one in controls] + chunks
-            list(pool.map(lambda one: _ask(tool, args.backend, one, args.seconds), asked))
+            list(pool.map(lambda one: _ask(tool, args.backend, one, args.seconds, ends), asked))
             again = [one for chunk in chunks if len(chunk) > 1 for one in chunk if one.verdict != "clean"]
-            list(pool.map(lambda one: _ask(tool, args.backend, [one], args.seconds), again))
+            list(pool.map(lambda one: _ask(tool, args.backend, [one], args.seconds, ends), again))
     for answer in kernels:
         if answer.verdict != "clean":
             print(f"{answer.verdict:12} {answer.tool:10} {answer.symbol}  {answer.first}", flush=True)
@@ -92,6 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="store the answers here")
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of one process")
+    parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all; what is left then did not run")
     parser.add_argument("--together", type=int, default=8, help="kernels of one process")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # the child: [[symbol, case], ...]
     parser.add_argument("--control", help=argparse.SUPPRESS)  # the child: LIBRARY:WHICH
@@ -138,10 +140,10 @@ def _chunks(answers: list[Answer], most: int) -> list[list[Answer]]:
     return [answers[start : start + most] for start in range(0, len(answers), most)]
 
 
-def _ask(tool: str, spec: str, answers: list[Answer], seconds: float) -> None:
+def _ask(tool: str, spec: str, answers: list[Answer], seconds: float, ends: float) -> None:
     """Runs the tool over one child, which runs the answers' kernels one after the other, and fills the answers in."""
-    answers = [answer for answer in answers if answer.case]
-    if not answers:
+    seconds, answers = min(seconds, ends - time.monotonic()), [answer for answer in answers if answer.case]
+    if not answers or seconds <= 0:
         return
     first = answers[0]
     if first.op == "control":
