@@ -10,9 +10,11 @@ namespace di {
 
 // Four codes, widened and scaled. The scale is a power of two (255: NaN); a product below BF16's range is rounded once.
 __device__ __forceinline__ uint2 expand4(uint32_t codes, float scale) {
-  const __half2 low = __nv_cvt_fp8x2_to_halfraw2(codes & 0xFFFF, __NV_E4M3), high = __nv_cvt_fp8x2_to_halfraw2(codes >> 16, __NV_E4M3);
+  const __half2 low = __nv_cvt_fp8x2_to_halfraw2(codes & 0xFFFF, __NV_E4M3);
+  const __half2 high = __nv_cvt_fp8x2_to_halfraw2(codes >> 16, __NV_E4M3);
   const float2 a = __half22float2(low), b = __half22float2(high);
-  const __nv_bfloat162 first = __floats2bfloat162_rn(a.x * scale, a.y * scale), second = __floats2bfloat162_rn(b.x * scale, b.y * scale);
+  const __nv_bfloat162 first = __floats2bfloat162_rn(a.x * scale, a.y * scale);
+  const __nv_bfloat162 second = __floats2bfloat162_rn(b.x * scale, b.y * scale);
   return make_uint2(*reinterpret_cast<const uint32_t*>(&first), *reinterpret_cast<const uint32_t*>(&second));
 }
 
@@ -22,8 +24,9 @@ __device__ __forceinline__ float scale_value(uint32_t code) {
 
 // One thread for 16 codes. The kernel that reads the rows may start early, and waits for them itself.
 // to: [rows, pitch]; columns: a multiple of 32.
-__global__ void __launch_bounds__(256) expand_rows_fp8(const uint8_t* codes, int64_t codes_pitch, const uint8_t* scales, int64_t scales_pitch,
-                                                       __nv_bfloat16* to, int64_t pitch, int rows, int columns) {
+__global__ void __launch_bounds__(256)
+    expand_rows_fp8(const uint8_t* codes, int64_t codes_pitch, const uint8_t* scales, int64_t scales_pitch, __nv_bfloat16* to,
+                    int64_t pitch, int rows, int columns) {
   launch_dependents();
   const int pieces = columns / 16;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

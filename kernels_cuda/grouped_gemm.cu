@@ -8,16 +8,20 @@ namespace {
 
 enum Argument { kX, kXScale, kValues, kScales, kOffsets, kOut, kOutScale, kArguments };
 
-template <int tile, int stages, typename Out>
+using Small = GroupedForm<32, 16, 7, 5, 1, true>;
+using Middle = GroupedForm<64, 64, 6, 4, 4, true>;
+using Large = GroupedForm<128, 128, 4, 4, 1, false>;
+
+template <typename Form, typename Out>
 int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expansion, cudaStream_t stream, di_error* e) {
-  constexpr auto kernel = grouped_gemm_fp4<tile, stages, Out>;
-  constexpr int kBytes = GroupedShared<tile, stages>::kBytes;
+  constexpr auto kernel = grouped_gemm_fp4<Form, Out>;
+  constexpr int kBytes = Form::kSharedBytes;
   if (allow_shared<kernel>(kBytes) != cudaSuccess) return refuse(e, DI_FAILED, "%d bytes of shared memory were refused", kBytes);
   cudaLaunchAttribute early{};  // it may start while the rows are expanded, and waits for them before it reads them
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = multiprocessors(), config.blockDim = kGroupedThreads, config.dynamicSmemBytes = kBytes, config.stream = stream;
+  config.gridDim = multiprocessors(), config.blockDim = Form::kThreads, config.dynamicSmemBytes = kBytes, config.stream = stream;
   config.attrs = &early, config.numAttrs = after_expansion;
   cudaLaunchKernelEx(&config, kernel, maps, shape);
   return finish(e, "grouped_gemm_fp4");
@@ -25,27 +29,28 @@ int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expans
 
 // The tokens of the instruction follow the rows that an expert has on average; bits do not depend on them.
 template <typename Out>
-int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t average, bool after_expansion, cudaStream_t stream, di_error* e) {
-  if (average <= 16) return launch<16, 10, Out>(maps, shape, after_expansion, stream, e);
-  if (average <= 32) return launch<32, 8, Out>(maps, shape, after_expansion, stream, e);
-  if (average <= 64) return launch<64, 6, Out>(maps, shape, after_expansion, stream, e);
-  return launch<128, 4, Out>(maps, shape, after_expansion, stream, e);
+int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t average, bool after_expansion, cudaStream_t stream,
+                di_error* e) {
+  if (average <= 32) return launch<Small, Out>(maps, shape, after_expansion, stream, e);
+  if (average <= 64) return launch<Middle, Out>(maps, shape, after_expansion, stream, e);
+  return launch<Large, Out>(maps, shape, after_expansion, stream, e);
 }
 
 int launch_rows(const void* x, int64_t pitch_bytes, int depth, int64_t average, bool floats, bool after_expansion,
                 const GroupedShape& shape, cudaStream_t stream, di_error* e) {
+  const int rows = shape.last_row - shape.first_row;
   GroupedMaps maps;
   for (int i = 0; i < 5; ++i)
-    if (!matrix_map(&maps.tokens[i], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x, shape.last_row - shape.first_row, depth, pitch_bytes, 8 << i, 64,
+    if (!matrix_map(&maps.tokens[i], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x, rows, depth, pitch_bytes, 8 << i, 64,
                     CU_TENSOR_MAP_SWIZZLE_128B))
-      return refuse(e, DI_FAILED, "the driver refused a tensor map of x [%d, %d]", shape.last_row - shape.first_row, depth);
+      return refuse(e, DI_FAILED, "the driver refused a tensor map of x [%d, %d]", rows, depth);
   return floats ? launch_tile<float>(maps, shape, average, after_expansion, stream, e)
                 : launch_tile<__nv_bfloat16>(maps, shape, average, after_expansion, stream, e);
 }
 
 // Codes are expanded into the workspace, as many rows at a time as fit; BF16 rows are read where they are.
 int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* e) {
-  const di_tensor &x = t[kX], &w = t[kValues], &out = t[kOut];
+  const di_tensor &x = t[kX], &scales = t[kXScale], &w = t[kValues], &out = t[kOut];
   const int experts = static_cast<int>(w.shape[0]), features = static_cast<int>(w.shape[1]);
   const int64_t average = ceil_div(rows, experts);
   const bool floats = out.dtype == DI_F32;
@@ -53,12 +58,13 @@ int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* w
                      features / kGranuleRows, depth / kBlockK, features, 0, rows};
   if (x.dtype == DI_BF16) return launch_rows(x.data, x.stride[0] * 2, depth, average, floats, false, shape, stream, e);
   const int64_t row_bytes = depth * 2, most = static_cast<int64_t>(ws_bytes) / row_bytes;
-  if (most < 1) return refuse(e, DI_FAILED, "a workspace of %zu bytes holds no row of %lld", ws_bytes, static_cast<long long>(row_bytes));
+  if (most < 1)
+    return refuse(e, DI_FAILED, "a workspace of %zu bytes holds no row of %lld", ws_bytes, static_cast<long long>(row_bytes));
   for (int first = 0; first < rows; first = shape.last_row) {
     const int count = static_cast<int>(rows - first < most ? rows - first : most);
     const int64_t pieces = static_cast<int64_t>(count) * (depth / 16);
     expand_rows_fp8<<<static_cast<int>(ceil_div(pieces, 256)), 256, 0, stream>>>(
-        data<uint8_t>(x) + first * x.stride[0], x.stride[0], data<uint8_t>(t[kXScale]) + first * t[kXScale].stride[0], t[kXScale].stride[0],
+        data<uint8_t>(x) + first * x.stride[0], x.stride[0], data<uint8_t>(scales) + first * scales.stride[0], scales.stride[0],
         static_cast<__nv_bfloat16*>(ws), depth, count, depth);
     shape.first_row = first, shape.last_row = first + count;
     const int status = launch_rows(ws, row_bytes, depth, average, floats, true, shape, stream, e);
@@ -81,7 +87,8 @@ int plain(const di_tensor* t, int rows, int depth, cudaStream_t stream, di_error
   const di_tensor &x = t[kX], &w = t[kValues], &scales = t[kScales], &out = t[kOut];
   const int format = plain_format(w, scales, depth), features = static_cast<int>(w.shape[1]);
   if (format < 0) return refuse(e, DI_UNSUPPORTED, "a weight of dtype %d in layout %d", w.dtype, w.layout);
-  if (out.dtype == DI_U8 && features % 32) return refuse(e, DI_BAD_CALL, "quantised rows of %d values; they must be a multiple of 32", features);
+  if (out.dtype == DI_U8 && features % 32)
+    return refuse(e, DI_BAD_CALL, "quantised rows of %d values; they must be a multiple of 32", features);
   PlainOperands p{};
   p.x = x.data, p.x_scale = data<uint8_t>(t[kXScale]), p.x_pitch = x.stride[0], p.x_scale_pitch = t[kXScale].stride[0];
   p.values = w.data, p.value_matrix = w.stride[0], p.value_pitch = w.stride[1];
@@ -99,21 +106,22 @@ bool is_fast(const di_tensor* t) {
   const di_tensor &x = t[kX], &out = t[kOut];
   const bool aligned = x.stride[0] * (x.dtype == DI_BF16 ? 2 : 1) % 16 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
   const bool paired = out.stride[0] % 2 == 0 && reinterpret_cast<uintptr_t>(out.data) % 8 == 0;
-  return t[kValues].layout == DI_LAYOUT_WGMMA_FP4 && t[kValues].shape[0] <= kMostExperts && (x.dtype == DI_U8 || x.dtype == DI_BF16) &&
-         (out.dtype == DI_BF16 || out.dtype == DI_F32) && aligned && paired;
+  const bool dtypes = (x.dtype == DI_U8 || x.dtype == DI_BF16) && (out.dtype == DI_BF16 || out.dtype == DI_F32);
+  return t[kValues].layout == DI_LAYOUT_WGMMA_FP4 && t[kValues].shape[0] <= kMostExperts && dtypes && aligned && paired;
 }
 
 }  // namespace
 }  // namespace di
 
-DI_EXPORT int di_grouped_gemm(const di_tensor* t, int n, const di_params* p, void* stream, void* ws, size_t ws_bytes, di_error* e) {
+DI_EXPORT int di_grouped_gemm(const di_tensor* t, int n, const di_params*, void* stream, void* ws, size_t ws_bytes, di_error* e) {
   using namespace di;
-  (void)p;
   if (n != kArguments) return refuse(e, DI_BAD_CALL, "takes %d tensors, got %d", kArguments, n);
   const di_tensor &x = t[kX], &w = t[kValues], &out = t[kOut];
   const int64_t rows = x.shape[0], depth = x.shape[1];
-  if (w.ndim != 3 || w.shape[2] != depth || out.shape[0] != rows || out.shape[1] != w.shape[1] || t[kOffsets].shape[0] != w.shape[0] + 1)
-    return refuse(e, DI_BAD_CALL, "x [%lld, %lld], weight and out do not fit", static_cast<long long>(rows), static_cast<long long>(depth));
+  const bool fits = w.ndim == 3 && w.shape[2] == depth && out.shape[0] == rows && out.shape[1] == w.shape[1];
+  if (!fits || t[kOffsets].shape[0] != w.shape[0] + 1)
+    return refuse(e, DI_BAD_CALL, "x [%lld, %lld], weight, offsets and out do not fit", static_cast<long long>(rows),
+                  static_cast<long long>(depth));
   if (x.dtype == DI_U8 && !present(t[kXScale])) return refuse(e, DI_BAD_CALL, "x is u8, so x_scale must be given");
   if (out.dtype == DI_U8 && !present(t[kOutScale])) return refuse(e, DI_BAD_CALL, "out is u8, so out_scale must be given");
   if (rows > INT32_MAX) return refuse(e, DI_UNSUPPORTED, "%lld rows; at most 2^31 - 1 are served", static_cast<long long>(rows));

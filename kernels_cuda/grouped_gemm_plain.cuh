@@ -38,17 +38,19 @@ __device__ __forceinline__ float e2m1_value(uint32_t code) {
 
 // Feature n, column k of an expert in the layout of deepinfer_cuda/weights.py.
 __device__ inline float fragment_value(const uint8_t* weights, int64_t expert, int features, int depth, int n, int k) {
-  const uint8_t* block = weights + ((expert * (features / kGranuleRows) + n / kGranuleRows) * (depth / kBlockK) + k / kBlockK) * kGranuleBytes;
+  const int64_t granule = expert * (features / kGranuleRows) + n / kGranuleRows;
+  const uint8_t* block = weights + (granule * (depth / kBlockK) + k / kBlockK) * kGranuleBytes;
   const int pair_of_rows = n % 64 / 16 * 8 + n % 8, lower = n / 8 % 2, half = k / 64 % 2, pair = k / 8 % 2 * 2 + lower;
   const uint32_t word = reinterpret_cast<const uint32_t*>(block + half * 2048)[(pair_of_rows * 4 + k % 8 / 2) * 4 + k / 16 % 4];
-  const uint32_t places = pair == 3 ? (word & 0x001B001B) * (1u << 7 | 1u << 2 | 1u << 12) : __funnelshift_r(word, word, 3 * pair);
+  const uint32_t places = pair == 3 ? (word >> 10 & 0x001B001B) * (1u << 7 | 1u << 2 | 1u << 12) : word << 3 * pair;
   const uint32_t value = places >> (k % 2 * 16);
   const uint32_t scale = block[kCodeBytes + half * 128 + pair_of_rows * 4 + k / 32 % 2 * 2 + lower] - 126u;
   return e2m1_value(value >> 12 & 8 | value >> 6 & 7) * scale_value(scale);
 }
 
 __device__ __forceinline__ float plain_weight(const PlainOperands& p, int64_t expert, int n, int k) {
-  if (p.format == kPlainFragments) return fragment_value(static_cast<const uint8_t*>(p.values), expert, p.features, p.depth, n, k);
+  if (p.format == kPlainFragments)
+    return fragment_value(static_cast<const uint8_t*>(p.values), expert, p.features, p.depth, n, k);
   const int64_t at = expert * p.value_matrix + n * p.value_pitch;
   if (p.format == kPlainF32) return static_cast<const float*>(p.values)[at + k];
   if (p.format == kPlainBf16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p.values)[at + k]);
@@ -61,7 +63,8 @@ __device__ __forceinline__ float plain_weight(const PlainOperands& p, int64_t ex
 __device__ __forceinline__ float plain_token(const PlainOperands& p, int64_t row, int k) {
   if (p.x_dtype == DI_F32) return static_cast<const float*>(p.x)[row * p.x_pitch + k];
   if (p.x_dtype == DI_BF16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p.x)[row * p.x_pitch + k]);
-  return e4m3_value(static_cast<const uint8_t*>(p.x)[row * p.x_pitch + k]) * scale_value(p.x_scale[row * p.x_scale_pitch + k / 32]);
+  const float code = e4m3_value(static_cast<const uint8_t*>(p.x)[row * p.x_pitch + k]);
+  return code * scale_value(p.x_scale[row * p.x_scale_pitch + k / 32]);
 }
 
 // The 32 results of a group, one a lane, as out's dtype wants them.

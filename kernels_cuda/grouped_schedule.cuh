@@ -2,8 +2,8 @@
 //
 // An expert's matrix is cut into granules of 64 rows (output features), its tokens into tiles of at most kMostTokens. All
 // (expert, token tile, granule) are put in one line, each as long as it costs, and the line is cut into equal shares: a block
-// takes every granule that starts inside its share, up to four at a time. So the last block ends when the first does, up to
-// one granule. Where experts have many tokens the line is cut into waves first, so that blocks at work at the same time
+// takes every granule that starts inside its share, up to one a warpgroup at a time. So the last block ends when the first does,
+// up to one granule. Where experts have many tokens the line is cut into waves first, so that blocks at work at the same time
 // share weights and tokens in L2. Which block computes a tile changes no bit of it.
 #pragma once
 
@@ -12,7 +12,6 @@
 namespace di {
 
 constexpr int kGranuleRows = 64;
-constexpr int kStepGranules = 4;
 constexpr int kMostExperts = 1024;
 
 struct GroupedStep {
@@ -21,7 +20,7 @@ struct GroupedStep {
   int tokens;   // rows of x in this tile
   int width;    // log2 of the tile's tokens / 8: 0 (8 tokens) to 4 (128)
   int granule;  // first granule
-  int granules; // 1 to kStepGranules
+  int granules; // at most a block's warpgroups
 };
 
 // What all threads of a block share; experts + 1 entries are in use.
@@ -44,13 +43,16 @@ struct GroupedShape {
 // Cost of a granule by the tile's width: bytes of weights up to 32 tokens, then more and more arithmetic.
 __host__ __device__ constexpr int granule_cost(int width) { return width <= 2 ? 4 : width == 3 ? 6 : 10; }
 
-__device__ __forceinline__ int tile_width(int tokens) { return tokens <= 8 ? 0 : tokens <= 16 ? 1 : tokens <= 32 ? 2 : tokens <= 64 ? 3 : 4; }
+__device__ __forceinline__ int tile_width(int tokens) {
+  return tokens <= 8 ? 0 : tokens <= 16 ? 1 : tokens <= 32 ? 2 : tokens <= 64 ? 3 : 4;
+}
 
 // Fills the plan for tiles of at most `most` tokens; every thread of the block calls it, and it ends with a barrier.
 template <int most>
 __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
   constexpr int kFullCost = granule_cost(most <= 32 ? 2 : most == 64 ? 3 : 4);
-  for (int e = threadIdx.x; e <= shape.experts; e += blockDim.x) plan.rows[e] = min(max(shape.offsets[e], shape.first_row), shape.last_row);
+  for (int e = threadIdx.x; e <= shape.experts; e += blockDim.x)
+    plan.rows[e] = min(max(shape.offsets[e], shape.first_row), shape.last_row);
   if (threadIdx.x == 0) plan.crowded = 0;
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -74,8 +76,8 @@ __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
   __syncthreads();
 }
 
-// The steps of this block, one after the other.
-template <int most>
+// The steps of this block, one after the other, of at most `most` tokens and `groups` granules.
+template <int most, int groups>
 struct GroupedWalk {
   static constexpr int kMostWidth = most <= 8 ? 0 : most == 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4;
   static constexpr int kFullCost = granule_cost(kMostWidth);
@@ -84,7 +86,7 @@ struct GroupedWalk {
 
   // False when there is no wave left. All waves but the last cost what gives every block one step of full tiles.
   __device__ bool start_wave(const GroupedPlan& plan, int experts) {
-    const int total = plan.cost_before[experts], full = gridDim.x * kStepGranules * kFullCost;
+    const int total = plan.cost_before[experts], full = gridDim.x * groups * kFullCost;
     const int waves = plan.crowded ? max(1, (total + full / 2) / full) : 1;
     if (++wave >= waves) return false;
     const int64_t length = wave + 1 < waves ? full : total - wave * full;
@@ -121,7 +123,7 @@ struct GroupedWalk {
         at = step.granule < granules ? end : start + granules * cost;
         continue;
       }
-      const int parts = (count + kStepGranules - 1) / kStepGranules;
+      const int parts = (count + groups - 1) / groups;
       step.granules = (count + parts - 1) / parts;
       step.expert = expert;
       step.row = plan.rows[expert] + tile * most;

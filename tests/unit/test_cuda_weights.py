@@ -24,14 +24,10 @@ def experts(count: int, rows: int, columns: int, seed: int, largest: int = weigh
     return CanonicalWeight("fp4_row32", values, scales)
 
 
-def rotated(words: torch.Tensor, by: int) -> torch.Tensor:
-    return (words >> by | words << (32 - by)) & 0xFFFFFFFF
-
-
 def as_the_kernel_expands(words: torch.Tensor) -> list[torch.Tensor]:
     """int64 words to the four registers of two BF16 that kernels_cuda/grouped_gemm_fp4.cuh makes, before the scale."""
-    gathered = (words & 0x001B001B) * (1 << 7 | 1 << 2 | 1 << 12) & 0xFFFFFFFF
-    return [words & PLACES, rotated(words, 3) & PLACES, rotated(words, 6) & PLACES, gathered & PLACES]
+    gathered = (words >> 10 & 0x001B001B) * (1 << 7 | 1 << 2 | 1 << 12)
+    return [words & PLACES, words << 3 & PLACES, words << 6 & PLACES, gathered & PLACES]
 
 
 def bf16_values(bits: torch.Tensor) -> torch.Tensor:

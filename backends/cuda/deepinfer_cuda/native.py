@@ -12,7 +12,7 @@ from deepinfer_cuda import weights
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
 from deepinfer_cuda.serves_linear import serves_linear
 
-WORKSPACE_BYTES = 64 << 20
+WORKSPACE_BYTES = 256 << 20
 PRIORITY = 100
 """Above the Triton kernels'."""
 

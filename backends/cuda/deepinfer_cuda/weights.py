@@ -32,8 +32,8 @@ BLOCK_BYTES = CODE_BYTES + SCALE_BYTES
 LARGEST_SCALE = 128
 _SHIFT = 126
 
-_PLACES = ((15, 8, 7, 6), (18, 11, 10, 9), (21, 14, 13, 12), (3, 1, 0, 4))
-"""Where the sign, the exponent's two bits and the mantissa of a word's four even columns lie; odd columns 16 further, round."""
+_PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (13, 11, 10, 14))
+"""Where the sign, the exponent's two bits and the mantissa of a word's four even columns lie; odd columns 16 further."""
 
 
 def is_packed(role: str, format: str, shape: tuple[int, ...]) -> bool:
@@ -84,7 +84,7 @@ def unpack_matrix(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty((*words.shape, 2, 2, 2), dtype=torch.uint8, device=packed.device)
     for pair, places in enumerate(_PLACES):
         for odd in range(2):
-            bits = [(words >> (place + 16 * odd) % 32 & 1) << bit for place, bit in zip(places, (3, 2, 1, 0), strict=True)]
+            bits = [(words >> place + 16 * odd & 1) << bit for place, bit in zip(places, (3, 2, 1, 0), strict=True)]
             codes[..., pair // 2, pair % 2, odd] = functools.reduce(torch.bitwise_or, bits).to(torch.uint8)
     codes = codes.permute(0, 3, 8, 4, 1, 2, 6, 7, 5, 9).reshape(granules * GRANULE, depth * BLOCK)
     groups = packed[..., CODE_BYTES:].reshape(granules, depth, 2, 4, 8, 2, 2).permute(0, 3, 6, 4, 1, 2, 5)
@@ -99,7 +99,7 @@ def _spread_table(device: torch.device) -> tuple[tuple[torch.Tensor, ...], ...]:
     for places in _PLACES:
         pair = []
         for odd in range(2):
-            bits = [((place + 16 * odd) % 32, bit) for place, bit in zip(places, (3, 2, 1, 0), strict=True)]
+            bits = [(place + 16 * odd, bit) for place, bit in zip(places, (3, 2, 1, 0), strict=True)]
             words = [sum((code >> bit & 1) << place for place, bit in bits) for code in range(16)]
             pair.append(torch.tensor([w - (1 << 32) if w >> 31 else w for w in words], dtype=torch.int32, device=device))
         tables.append(tuple(pair))

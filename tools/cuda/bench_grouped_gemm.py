@@ -1,0 +1,208 @@
+"""Times the expert products of V4.1-Flash with FP4 weights on one GPU, beside the ceilings of the same run.
+
+    python tools/cuda/bench_grouped_gemm.py                        every shape
+    python tools/cuda/bench_grouped_gemm.py --experts 16 --report reports/h200/grouped_gemm.json
+
+Gate + up is K = 5120, N = 4608, down K = 2304, N = 5120; experts have equal numbers of rows (4 to 1024), or what random or Zipf
+routing of 6 among 384 gives 8, 64 and 256 rows. Rows are fp8_32 codes. Each time is the median of replays of a graph of several
+calls, over weights that exceed the last-level cache (16 experts: two sets in turn). TB/s counts the bytes of codes and scales of
+the experts that have rows. Before a shape is timed, every kind of row it has is checked against float64 products at the card's
+tolerance. torch's own op is `torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over 4 GiB and
+a BF16 product of 8192^3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", ".", "hal", "backends/cuda", "backends/triton")]
+
+import torch  # noqa: E402
+from deepinfer_cuda import native, native_library, weights  # noqa: E402
+from deepinfer_hal.card import get_card, sum_tolerance  # noqa: E402
+from deepinfer_hal.formats import dequantise  # noqa: E402
+from report import store  # noqa: E402
+
+GATE_UP, DOWN, EXPERTS, TOP_K = (4608, 5120), (5120, 2304), 384, 6
+BARS = {4: 3.0, 8: 3.0, 16: 3.0, 32: 3.0, 64: 2.2}
+"""TB/s asked for at a number of rows an expert, gate + up; the down shape at 0.9 of it."""
+
+
+def random_weight(experts: int, shape: tuple[int, int], gen: torch.Generator) -> weights.FragmentWeight:
+    """Random codes with scales of 2^-15 to 2^-4, in fragments."""
+    rows, columns = shape
+    packed = torch.empty((experts, rows // 64, columns // 128, weights.BLOCK_BYTES), dtype=torch.uint8, device="cuda")
+    packed.random_(0, 256, generator=gen)
+    packed[..., weights.CODE_BYTES :].random_(238, 250, generator=gen)
+    return weights.FragmentWeight("experts_gate_up", (experts, rows, columns), packed)
+
+
+def random_rows(rows: int, width: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp8_32 codes without NaN, and scales around one."""
+    codes = torch.randint(0, 127, (rows, width), dtype=torch.uint8, device="cuda", generator=gen)
+    signs = torch.randint(0, 2, (rows, width), dtype=torch.uint8, device="cuda", generator=gen)
+    return codes + 128 * signs, torch.randint(110, 120, (rows, width // 32), dtype=torch.uint8, device="cuda", generator=gen)
+
+
+def routed(rows: int, exponent: float) -> list[int]:
+    """Rows of each of 384 experts when every token takes 6 different ones, drawn with weights rank^-exponent."""
+    gen = torch.Generator().manual_seed(rows)
+    share = torch.arange(1, EXPERTS + 1, dtype=torch.float64) ** -exponent
+    share = share[torch.randperm(EXPERTS, generator=gen)]
+    chosen = torch.multinomial((share / share.sum()).expand(rows, EXPERTS), TOP_K, replacement=False, generator=gen)
+    return torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+
+
+def microseconds(calls: list[Callable[[], None]], samples: int) -> float:
+    """Median time of one of `calls`, all of them in a graph that is replayed."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for sample in range(samples + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if sample >= 2:
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def fault(weight: weights.FragmentWeight, rows: tuple[torch.Tensor, torch.Tensor], bounds: list[int], out: torch.Tensor) -> str:
+    """What is wrong with the rows of the experts with fewest and most rows and of the last one; empty if nothing is."""
+    counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    used = sorted((count, expert) for expert, count in enumerate(counts) if count)
+    for expert in {used[0][1], used[-1][1], max(expert for _, expert in used)}:
+        some = slice(bounds[expert], bounds[expert + 1])
+        x, matrix = dequantise(rows[0][some], rows[1][some], "fp8_32").double(), weight.slot(expert).dequantise().double()
+        allowed = sum_tolerance(out.dtype, x.shape[1], float(x.abs().max() * matrix.abs().max()))
+        wanted = x @ matrix.T
+        error = (out[some].double() - wanted).abs() - allowed.rtol * wanted.abs()
+        if not bool((error <= allowed.atol).all()):
+            return f"expert {expert} ({counts[expert]} rows) is off by {float(error.max()):.3g}"
+    return ""
+
+
+def measured(
+    call: Callable[..., None], sets: list[weights.FragmentWeight], counts: list[int], gen: torch.Generator, samples: int
+) -> dict:
+    """One point: the time of a call and what it moves and computes."""
+    experts, features, width = sets[0].shape
+    rows, active = sum(counts), sum(1 for count in counts if count)
+    bounds = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    offsets = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+    xs = [random_rows(rows, width, gen) for _ in range(2)]
+    outs = [torch.full((rows, features), math.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+
+    def one(index: int) -> Callable[[], None]:
+        return lambda: call(*xs[index % 2], sets[index % len(sets)], offsets, outs[index % 2], None)
+
+    one(0)()
+    wrong = fault(sets[0], xs[0], bounds, outs[0])
+    each = active * sets[0].nbytes / experts / 3e12 + 2 * rows * features * width / 600e12
+    us = microseconds([one(index) for index in range(2 * max(1, min(8, int(2e-3 / each))))], samples)
+    moved = active * sets[0].nbytes // experts
+    return {
+        "experts": experts, "N": features, "K": width, "rows": rows, "active": active, "us": us, "weight_bytes": moved,
+        "tb_per_s": moved / us * 1e-6, "tflop_per_s": 2 * rows * features * width / us * 1e-6, "wrong": wrong,
+    }  # fmt: skip
+
+
+def torchs_own(experts: int, rows: int, shape: tuple[int, int], gen: torch.Generator, samples: int) -> float | None:
+    """Microseconds of torch's grouped product with BF16 weights and rows; None where this torch has none that runs here."""
+    if not hasattr(torch, "_grouped_mm"):
+        return None
+    matrix = torch.randn((experts, *shape), dtype=torch.bfloat16, device="cuda", generator=gen)
+    x = torch.randn((experts * rows, shape[1]), dtype=torch.bfloat16, device="cuda", generator=gen)
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device="cuda") * rows
+    try:
+        return microseconds([lambda: torch._grouped_mm(x, matrix.transpose(1, 2), offs=ends)] * 2, samples)
+    except RuntimeError as error:
+        print(f"torch._grouped_mm: {error}")
+        return None
+
+
+def ceilings(samples: int) -> dict[str, float]:
+    """Bytes per second of an addition over 4 GiB and FLOPs per second of a BF16 product of 8192^3, in tera."""
+    large = torch.ones(1 << 30, dtype=torch.int32, device="cuda")
+    square = torch.randn((8192, 8192), device="cuda").to(torch.bfloat16)
+    other = torch.randn((8192, 8192), device="cuda").to(torch.bfloat16)
+    copy = microseconds([lambda: large.add_(1)] * 2, samples)
+    product = microseconds([lambda: torch.mm(square, other)] * 4, samples)
+    return {"copy_tb_per_s": 2 * large.nbytes / copy * 1e-6, "bf16_tflop_per_s": 2 * 8192**3 / product * 1e-6}
+
+
+def measure(experts: list[int], samples: int) -> dict[str, Any]:
+    """The whole result, as plain values."""
+    gen = torch.Generator("cuda").manual_seed(7)
+    call = native.library(torch.device("cuda", 0)).bind(get_card("grouped_gemm"))
+    points = []
+    for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):
+        for count in experts:
+            sets = [random_weight(count, shape, gen) for _ in range(2 if count <= 16 else 1)]
+            for rows in (4, 8, 16, 32, 64, *((1024,) if count <= 48 else ())):
+                point = {"name": f"{name}, {rows} rows", **measured(call, sets, [rows] * count, gen, samples)}
+                point["bar"] = f"{500 * share:.0f} TFLOP/s" if rows == 1024 else f"{BARS[rows] * share:.2f} TB/s"
+                points.append(shown(point))
+            if count == EXPERTS and shape == GATE_UP:
+                for kind, exponent in (("uniform", 0.0), ("Zipf", 1.0)):
+                    for rows in (8, 64, 256):
+                        point = measured(call, sets, routed(rows, exponent), gen, samples)
+                        points.append(shown({"name": f"{kind} routing, {rows} rows", **point, "bar": "2.80 TB/s"}))
+            if count == 16:
+                points[-1]["torch_grouped_mm_us"] = torchs_own(count, 1024, shape, gen, samples)
+            del sets
+    kernels = {name: kernel for name, kernel in native_library.description()["kernels"].items() if "grouped_gemm" in name}
+    skew = (
+        [points_of(points, f"{kind} routing, 256 rows")["tb_per_s"] for kind in ("uniform", "Zipf")] if EXPERTS in experts else []
+    )
+    return {
+        "gpu": torch.cuda.get_device_name(), "symbol": "di_grouped_gemm", "kernels": kernels,
+        "sources": native_library.description()["sources"], **ceilings(samples), "points": points,
+        "zipf_over_uniform": skew[0] / skew[1] if skew else None,
+    }  # fmt: skip
+
+
+def points_of(points: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The point of a name."""
+    return next(point for point in points if point["name"] == name)
+
+
+def shown(point: dict[str, Any]) -> dict[str, Any]:
+    """The point, printed."""
+    figures = "{us:9.1f} us {tb_per_s:5.2f} TB/s {tflop_per_s:6.1f} TFLOP/s, bar {bar} {wrong}"
+    print(("{name:26s} E {experts:3d} ({active:3d} active) " + figures).format(**point))
+    return point
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", type=int, nargs="*", default=[16, 48, 384], help="numbers of experts")
+    parser.add_argument("--samples", type=int, default=9, help="replays of which the median is taken")
+    parser.add_argument("--report", type=Path, help="where to store the JSON")
+    options = parser.parse_args(arguments)
+    result = measure(options.experts, options.samples)
+    if result["zipf_over_uniform"]:
+        print("Zipf routing over uniform at equal bytes, 256 rows: {zipf_over_uniform:.2f}, bar 1.15".format(**result))
+    print("copy {copy_tb_per_s:.2f} TB/s, BF16 {bf16_tflop_per_s:.0f} TFLOP/s".format(**result))
+    if options.report:
+        store(options.report, shlex.join(["python", "tools/cuda/bench_grouped_gemm.py", *arguments]), result)
+    return 1 if any(point["wrong"] for point in result["points"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
