@@ -29,7 +29,8 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
     """Seconds a decode step of `requests` sequences by the engine's loop, with scheduling, sampling, settling and detokenising
     off; of that on the device; and the difference, which is the device's idle time where steps are captured.
 
-    Sequences are short, so that the device's share is as small as it gets. device_seconds is None where steps are eager.
+    warm_up_bytes: of the device's memory, taken by warm-up: graphs with their pool, and workspaces of kernels. Sequences are
+    short, so that the device's share is as small as it gets. device_seconds is None where steps are eager.
     """
     length = PROMPT_TOKENS + steps + 3 * _SETTLE_STEPS
     config = EngineConfig.create(
@@ -37,6 +38,9 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
         max_num_batched_tokens=max(2048, requests),
     )  # fmt: skip
     runner = _runner(backend, index, model, config, requests, length)
+    free = backend.memory_info(index).free_bytes
+    runner.warm_up()
+    taken = free - backend.memory_info(index).free_bytes
     engine = assemble(config, runner, None, frozenset(), overlap=not runner.synchronous)
     draw = np.random.default_rng(requests)
     for number in range(requests):
@@ -55,6 +59,7 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
         "gap_seconds": None if device is None else seconds - device,
         "idle_share": None if device is None else max(0.0, 1 - device / seconds),
         "graphs": 0 if runner.graphs is None else runner.graphs.count,
+        "warm_up_bytes": taken,
         "graph_pool_bytes": 0 if runner.graphs is None else runner.graphs.pool_bytes,
     }  # fmt: skip
 
@@ -66,9 +71,7 @@ def _runner(backend: Any, index: int, model: SliceModel, config: EngineConfig, r
         config, SimpleNamespace(config=model.config), backend, index, model.numerics, sizes, network.dispatcher, model.weights,
         model.state, network,
     )  # fmt: skip
-    runner = Runner(loaded)
-    runner.warm_up()
-    return runner
+    return Runner(loaded)
 
 
 def _check(outputs: list[Any]) -> None:

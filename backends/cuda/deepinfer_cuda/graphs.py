@@ -1,4 +1,4 @@
-"""Captured steps on a GPU: torch.cuda.CUDAGraph. State: `written`, never run on a GPU.
+"""Captured steps on a GPU: torch.cuda.CUDAGraph. State: `runs` on an H200 (reports/cuda/rank-slice.json).
 
 What a captured step must keep to, or its replay is wrong:
 - every tensor it touches stays where it is: inputs are copied into the buffers of the captured call, never replaced;
@@ -43,6 +43,7 @@ class CudaGraphs:
                 for _ in range(WARM_UP_RUNS):
                     step()
             torch.cuda.synchronize(self.index)
+            torch.cuda.empty_cache()  # what the runs left would be counted against the graph
             before = torch.cuda.memory_reserved(self.index)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
