@@ -1,0 +1,119 @@
+"""Dense projections on a Hopper GPU: against float64, the same bits whatever rows come along, one rounding of one sum, spare rows
+untouched, addresses that the copy engine cannot read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deepinfer_cuda import native, native_library
+from deepinfer_hal.card import get_card, sum_tolerance
+from deepinfer_hal.formats import dequantise, quantise, quantise_weight_fp8
+from deepinfer_hal.weights import CanonicalWeight, WeightHandle
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not native_library.LIBRARY.is_file(),
+    reason="needs a GPU of compute capability 9.0 and the built kernel library",
+)
+
+SHAPES = [
+    pytest.param(0, 1280, 5120, True, id="eight slices"),
+    pytest.param(0, 5120, 8192, True, id="three slices"),
+    pytest.param(0, 32768, 1280, True, id="one slice"),
+    pytest.param(8, 1024, 4096, True, id="groups"),
+    pytest.param(0, 259, 96, True, id="neither N nor K fills a tile"),
+    pytest.param(0, 384, 5120, False, id="bf16, few columns"),
+    pytest.param(0, 16384, 5120, False, id="bf16, slices in turn"),
+    pytest.param(4, 16, 72, False, id="bf16, groups that end within a step"),
+]
+ROWS = (700, 256, 128, 100, 64, 33, 1)
+"""Calls of different tiles; the first has all rows."""
+
+
+class Problem:
+    """A weight [groups, n, k] (groups 0: [n, k]) and rows for it, fp8_32 codes or BF16."""
+
+    def __init__(self, groups: int, n: int, k: int, coded: bool, seed: int = 3) -> None:
+        gen = torch.Generator("cuda").manual_seed(seed)
+        matrices, lead = max(groups, 1), (groups,) if groups else ()
+        drawn = torch.randn(matrices, n, k, generator=gen, device="cuda") * k**-0.5
+        rows = torch.randn(max(ROWS), matrices * k, generator=gen, device="cuda")
+        if coded:
+            made = [quantise_weight_fp8(one) for one in drawn]
+            values, scales = (torch.stack([pair[i] for pair in made]) for i in (0, 1))
+            kept = CanonicalWeight("fp8_block32", values.view(*lead, n, k), scales.view(*lead, *scales.shape[1:]))
+            self.x, self.x_scale = quantise(rows, "fp8_32")
+            self.values = dequantise(self.x, self.x_scale, "fp8_32")
+        else:
+            kept = CanonicalWeight("bf16", drawn.bfloat16().view(*lead, n, k))
+            self.x, self.x_scale = rows.bfloat16(), None
+            self.values = self.x.float()
+        self.weight, self.columns = WeightHandle("w", kept), matrices * n
+        self.call = native.library(torch.device("cuda", 0)).bind(get_card("grouped_linear" if groups else "linear"))
+
+    def run(self, rows: torch.Tensor, dtype=torch.float32, count: int | None = None, extra: int = 0) -> torch.Tensor:
+        """The results of these rows; x and out have `extra` columns more from row to row."""
+        x = torch.nn.functional.pad(self.x[rows], (0, extra))[:, : self.x.shape[1]]
+        scale = None if self.x_scale is None else self.x_scale[rows]
+        out = torch.full((len(rows), self.columns + extra), float("nan"), dtype=dtype, device="cuda")[:, : self.columns]
+        given = None if count is None else torch.tensor([count], dtype=torch.int32, device="cuda")
+        self.call(x, scale, self.weight, given, out, None)
+        torch.cuda.synchronize()
+        return out
+
+
+def everyone() -> torch.Tensor:
+    return torch.arange(max(ROWS), device="cuda")
+
+
+@pytest.mark.parametrize(("groups", "n", "k", "coded"), SHAPES)
+def test_products_are_right_and_a_row_has_the_same_bits_in_every_call(groups, n, k, coded):
+    problem = Problem(groups, n, k, coded)
+    whole = problem.run(everyone())
+    matrix = problem.weight.dequantise().double().view(-1, n, k)
+    wanted = torch.einsum("tgk,gnk->tgn", problem.values.double().view(len(whole), -1, k), matrix).flatten(1)
+    allowed = sum_tolerance(torch.float32, k, float(problem.values.abs().max() * matrix.abs().max()))
+    assert bool(((whole.double() - wanted).abs() <= allowed.atol + allowed.rtol * wanted.abs()).all())
+    for count in ROWS[1:]:
+        rows = torch.randperm(max(ROWS), generator=torch.Generator().manual_seed(count))[:count].cuda()
+        assert torch.equal(problem.run(rows), whole[rows]), f"{count} rows"
+        assert torch.equal(problem.run(rows, torch.bfloat16), whole[rows].bfloat16()), f"{count} rows in bf16"
+
+
+@pytest.mark.parametrize("coded", [True, False])
+@pytest.mark.parametrize("count", [0, 5, 64, 99])
+def test_rows_past_the_count_stay_as_they_are(count, coded):
+    problem, rows = Problem(0, 320, 1024, coded), torch.arange(80, device="cuda")
+    out, kept = problem.run(rows, count=count), min(count, 80)
+    assert torch.equal(out[:kept], problem.run(rows)[:kept]) and bool(out[kept:].isnan().all())
+
+
+@pytest.mark.parametrize("coded", [True, False])
+@pytest.mark.parametrize("extra", [32, 7])
+def test_rows_that_are_apart_give_the_same_values_aligned_or_not(extra, coded):
+    problem, rows = Problem(0, 256, 512, coded), torch.arange(40, device="cuda")
+    apart, close = problem.run(rows, extra=extra), problem.run(rows)
+    if coded or extra % 8 == 0:
+        assert torch.equal(apart, close)
+    else:  # another kernel serves them, with another order of sums
+        torch.testing.assert_close(apart, close, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_codes_and_scales_of_a_quantised_result_are_those_of_the_float32_sums(groups):
+    problem = Problem(groups, 1024, 512, True)
+    for count in (3, 200):
+        rows = torch.arange(count, device="cuda")
+        codes = torch.empty(count, problem.columns, dtype=torch.uint8, device="cuda")
+        scales = torch.empty(count, problem.columns // 32, dtype=torch.uint8, device="cuda")
+        problem.call(problem.x[rows], problem.x_scale[rows], problem.weight, None, codes, scales)
+        wanted = quantise(problem.run(rows), "fp8_32")
+        assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1])
+
+
+def test_a_row_with_an_infinity_is_nan_and_its_neighbours_are_not():
+    problem = Problem(0, 128, 256, True)
+    x = torch.randn(5, 256, device="cuda")
+    x[2, 40] = float("inf")
+    problem.x, problem.x_scale = quantise(x, "fp8_32")
+    out = problem.run(torch.arange(5, device="cuda"))
+    assert bool(out[2].isnan().all()) and not bool(out[[0, 1, 3, 4]].isnan().any())
