@@ -26,7 +26,7 @@ V, LANES = 600, 16
 
 @triton.jit
 def survivors_kernel(logits, top_k, top_p, temperature, floor, ties, V: tl.constexpr, LANES: tl.constexpr):
-    a0, a1, a2, a3, p0, p1, p2, p3, same, low = collect(logits, float("inf"), V, LANES)
+    a0, a1, a2, a3, p0, p1, p2, p3, same, low = collect(logits, float("inf"), V, LANES, 1)
     peak, lowest = tl.max(a0, axis=0), tl.min(low, axis=0)
     k, p, t = tl.load(top_k), tl.load(top_p), tl.load(temperature)
     found, number, *rest = survivors(logits, a0, a1, a2, a3, p0, p1, p2, p3, lowest, peak, k, p, t, V, LANES)

@@ -44,7 +44,7 @@ def weigh(x, peak, rate):
 
 
 @triton.jit
-def collect(row, ceiling, V: tl.constexpr, LANES: tl.constexpr):
+def collect(row, ceiling, V: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr):
     """Of each lane the four largest logits up to `ceiling`, descending, their columns, how often the first occurs, and the
     least finite logit of all, -inf where there is a NaN.
     """
@@ -156,7 +156,7 @@ def boundary_below(row, low, high, above, peak, rate, target, V: tl.constexpr, L
 @triton.jit
 def finish(row, low, high, above, peak, rate, target, V: tl.constexpr, LANES: tl.constexpr):
     """Collects what is left of a bracket: low and high meet if the boundary is its largest logit or is kept."""
-    a0, a1, a2, a3, p0, p1, p2, p3, ties, rest = collect(row, high, V, LANES)
+    a0, a1, a2, a3, p0, p1, p2, p3, ties, rest = collect(row, high, V, LANES, STAGES)
     top = tl.max(a0, axis=0)
     least = tl.maximum(tl.max(a3, axis=0), value_of(key_of(low) - 1))
     with_top = above + tl.sum(tl.where(a0 == top, ties, 0), axis=0).to(tl.float32) * weigh(top, peak, rate)

@@ -15,8 +15,9 @@ LANES, WARPS = 2048, 8
 WIDE_LANES, WIDE_WARPS = 4096, 16
 """Of the passes that keep little."""
 
-STAGES = tl.constexpr(4)
-"""Tiles on their way from memory: a row's program has a multiprocessor to itself and must fill its share of the bandwidth."""
+STAGES, FIRST_STAGES = tl.constexpr(4), tl.constexpr(8)
+"""Tiles on their way from the cache, and from memory in a first pass: a row's program has a multiprocessor to itself and must
+fill its share of the bandwidth."""
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
-from deepinfer_triton.vocabulary import STAGES, WIDE_LANES, WIDE_WARPS, is_broken, load_logits
+from deepinfer_triton.vocabulary import FIRST_STAGES, WIDE_LANES, WIDE_WARPS, is_broken, load_logits
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def nan_row_flags_kernel(logits, logits_stride, flags, V: tl.constexpr, LANES: t
     lane = tl.arange(0, LANES)
     peak = tl.full([LANES], float("-inf"), tl.float32)
     broken = tl.zeros([LANES], tl.int32)
-    for start in tl.range(0, V, LANES, num_stages=STAGES):
+    for start in tl.range(0, V, LANES, num_stages=FIRST_STAGES):
         x = load_logits(logits + s * logits_stride, start + lane, V)
         peak = tl.maximum(peak, x)
         broken |= is_broken(x)

@@ -24,7 +24,7 @@ from deepinfer_triton.launch import launch
 from deepinfer_triton.noise import LARGEST_NOISE, gumbel, gumbel_bound, top_word_of_id, top_words_of_ids
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
-from deepinfer_triton.vocabulary import LANES, STAGES, WARPS, first_of_largest, is_broken, load_logits
+from deepinfer_triton.vocabulary import FIRST_STAGES, LANES, STAGES, WARPS, first_of_largest, is_broken, load_logits
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SLACK = tl.constexpr(0.01)
@@ -159,7 +159,7 @@ def draw_filtered(
     some of what survives is not kept: logits above `floor`, `ties` of those equal to it, and of those the ones that come to
     `least` at the row's temperature.
     """
-    a0, a1, a2, a3, p0, p1, p2, p3, same, low = collect(row, float("inf"), V, LANES)
+    a0, a1, a2, a3, p0, p1, p2, p3, same, low = collect(row, float("inf"), V, LANES, FIRST_STAGES)
     peak, lowest = tl.max(a0, axis=0), tl.min(low, axis=0)
     token, floor, ties, least = -1, float("-inf"), tl.full([], ALL_TIES, tl.int32), float("-inf")
     if (peak > float("-inf")) & (peak < float("inf")) & (lowest > float("-inf")):
@@ -183,7 +183,7 @@ def greedy(row, V: tl.constexpr, LANES: tl.constexpr):
     broken = tl.zeros([LANES], tl.int32)
     peak = tl.full([LANES], float("-inf"), tl.float32)
     where = tl.zeros([LANES], tl.int32)
-    for start in tl.range(0, V, LANES, num_stages=STAGES):
+    for start in tl.range(0, V, LANES, num_stages=FIRST_STAGES):
         x = load_logits(row, start + lane, V)
         broken |= is_broken(x)
         where = tl.where(x > peak, start, where)

@@ -13,7 +13,7 @@ from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import MAGNITUDE, NAN_BITS, as_bits, as_float
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
-from deepinfer_triton.vocabulary import LANES, STAGES, WARPS, insert, is_broken, load_logits, softmax_stats
+from deepinfer_triton.vocabulary import FIRST_STAGES, LANES, STAGES, WARPS, insert, is_broken, load_logits, softmax_stats
 
 NONE = tl.constexpr(-0x80000000)
 """Below the key of every logit."""
@@ -32,7 +32,7 @@ def rank_of(row, chosen, own, V: tl.constexpr, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
     before = tl.zeros([LANES], tl.int32)
     broken = tl.zeros([LANES], tl.int32)
-    for start in tl.range(0, V, LANES, num_stages=STAGES):
+    for start in tl.range(0, V, LANES, num_stages=FIRST_STAGES):
         x = load_logits(row, start + lane, V)
         broken |= is_broken(x)
         before += ((x > own) | ((x == own) & (start + lane < chosen))).to(tl.int32)
