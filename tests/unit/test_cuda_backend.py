@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepinfer_cuda import error_words, gpu, kernels, nccl, runtime
+from deepinfer_cuda import error_words, gpu, kernels, native, native_library, nccl, runtime
 from deepinfer_cuda.backend import CudaBackend
 from deepinfer_hal.conformance.communication import communication_cases
 from deepinfer_hal.conformance.device_cases import device_cases
@@ -22,6 +22,13 @@ from deepinfer_hal.weights import CanonicalWeight
 from tests.unit.cuda_on_host import CudaOnHost, Event, stand_in
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch, tmp_path):
+    """Whether the CUDA C++ kernels were built here makes no difference to these tests."""
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "absent.so")
+    monkeypatch.setattr(native_library.part, "__defaults__", (tmp_path / "absent.so",))
 
 
 @pytest.fixture
