@@ -2,6 +2,7 @@
 
     python tools/cuda/assemble_triton.py                       Triton 3.6.0 and the newest release, both targets
     python tools/cuda/assemble_triton.py --report FILE         ... and store the result
+    python tools/cuda/assemble_triton.py --from FILE --evidence FILE   what a stored result shows of SM100, for the support table
     python tools/cuda/assemble_triton.py --target sm103        sm_103a, with the tiles of sm_100a
     python tools/cuda/assemble_triton.py --triton 3.6.0 --target sm100 --kernel "linear wq_a" features=64
 
@@ -41,14 +42,33 @@ def assemble(version: str, target: str, kernels: list[str], changes: list[str]) 
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def evidence(rows: list[dict], report: str) -> dict:
+    """Ops all of whose kernels assembled for sm_100a with every release, for `deepinfer hal table`."""
+    made = [row for row in rows if row["target"] == "sm100"]
+    bad = {row["problem"].split()[0] for row in made if row["objections"]}
+    versions = sorted({row["triton"] for row in made})
+    return {
+        "kind": "deepinfer-hal-evidence", "backend": "cuda", "device": "SM100", "level": "assembles",
+        "ops": sorted({row["problem"].split()[0] for row in made} - bad),
+        "source": f"PTX and machine code for sm_100a by Triton {' and '.join(versions)}, checked ({report})",
+    }  # fmt: skip
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", action="append", help="a version; default both")
     parser.add_argument("--target", action="append", choices=("sm90", "sm100", "sm103"), help="default sm90 and sm100")
     parser.add_argument("--kernel", action="append", default=[], help="a problem by name; default all")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
+    parser.add_argument("--from", type=Path, dest="stored", help="a stored report to read instead of assembling")
+    parser.add_argument("--evidence", type=Path, help="where to store what it shows of SM100")
     parser.add_argument("changes", nargs="*", help="field=value of the target, e.g. features=64")
     options = parser.parse_args(arguments)
+    if options.stored:
+        rows = json.loads(options.stored.read_text(encoding="utf-8"))["kernels"]
+        found = evidence(rows, options.stored.as_posix())
+        options.evidence.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return 0
     rows = []
     for version in options.triton or (WRITTEN_FOR, NEWEST):
         for target in options.target or ("sm90", "sm100"):
