@@ -102,7 +102,7 @@ def test_the_best_tokens_come_in_order_when_one_lane_holds_more_than_it_keeps(ki
 
     want, got = outputs(), outputs()
     top_logprobs(logits, chosen, *want)
-    top_logprobs_kernel[(1,)](logits, V, chosen, *got, K=best, KP=64, V=V, LANES=LANES)
+    top_logprobs_kernel[(1,)](logits, V, chosen, *got, best, V=V, LANES=LANES)
     assert torch.equal(got[1], want[1]) and torch.equal(got[2], want[2])
     torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)

@@ -80,17 +80,17 @@ def mask_kernel(
         tl.store(at, tl.full([HIGH, LOW], float("-inf"), tl.float32), mask=inside & (open_ids == 0))
 
 
-@triton.jit(do_not_specialize=["rows", "entries"])
+@triton.jit(do_not_specialize=["rows", "entries", "steps"])
 def bias_kernel(
-    offsets, ids, values, allowed, words, logits, logits_stride, rows, entries,
-    V: tl.constexpr, STEPS: tl.constexpr, ENTRIES: tl.constexpr,
+    offsets, ids, values, allowed, words, logits, logits_stride, rows, entries, steps,
+    V: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The first entry of an id in its row adds the values of all that name it, in their order."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     inside = entry < tl.minimum(tl.load(offsets + rows), entries)
     low = tl.zeros([ENTRIES], tl.int32)
     high = low + rows
-    for _ in tl.static_range(STEPS):  # the last row that starts at or before the entry
+    for _ in range(steps):  # the last row that starts at or before the entry
         middle = (low + high) // 2
         begins = tl.load(offsets + middle, mask=inside, other=0) <= entry
         low, high = tl.where(begins, middle, low), tl.where(begins, high, middle)
@@ -125,7 +125,7 @@ def mask_logits(
     if rows:
         launch(
             bias_kernel, (triton.cdiv(bias_ids.shape[0], ENTRIES),), bias_offsets, bias_ids, bias_values, allowed, words,
-            logits, logits.stride(0), rows, bias_ids.shape[0], V=vocab, STEPS=rows.bit_length(), ENTRIES=ENTRIES, warps=2,
+            logits, logits.stride(0), rows, bias_ids.shape[0], rows.bit_length(), V=vocab, ENTRIES=ENTRIES, warps=2,
         )  # fmt: skip
 
 

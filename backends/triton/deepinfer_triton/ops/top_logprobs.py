@@ -2,6 +2,7 @@
 
 Every lane keeps the four first of its columns in the card's order, and the best of all lanes' firsts is taken again and
 again. When a lane that had more than four has given its last, what comes after the last token taken is collected anew.
+How many are asked for is no constant: requests differ in it, and none may wait for a compiler.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ def first_after(row, last_key, last_column, V: tl.constexpr, LANES: tl.constexpr
 
 
 @triton.jit
-def store_best(row, peak, log_total, ids, values, K: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr):
-    """The K best columns of a usable row in order, and their log-probabilities."""
+def store_best(row, peak, log_total, ids, values, best, V: tl.constexpr, LANES: tl.constexpr):
+    """The `best` first columns of a usable row in order, and their log-probabilities."""
     lane = tl.arange(0, LANES)
     last_key, last_column, taken = tl.full([], 0x7FFFFFFF, tl.int32), -1, 0
-    while taken < K:
+    while taken < best:
         k0, k1, k2, k3, p0, p1, p2, p3 = first_after(row, last_key, last_column, V, LANES)
         full = k3 > NONE
         complete = 1
-        while (complete > 0) & (taken < K):
+        while (complete > 0) & (taken < best):
             last_key = tl.max(k0, axis=0)
             last_column = tl.min(tl.where(k0 == last_key, p0 + lane, 0x7FFFFFFF), axis=0)
             bits = tl.where(last_key < 0, last_key ^ MAGNITUDE, last_key)
@@ -81,11 +82,10 @@ def store_best(row, peak, log_total, ids, values, K: tl.constexpr, V: tl.constex
             complete = 1 - tl.max((full & (k0 == NONE)).to(tl.int32), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["best"])
 def top_logprobs_kernel(
-    logits, logits_stride, chosen, chosen_logprob, chosen_rank, ids, values,
-    K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    logits, logits_stride, chosen, chosen_logprob, chosen_rank, ids, values, best, V: tl.constexpr, LANES: tl.constexpr
+):
     s = tl.program_id(0).to(tl.int64)
     row = logits + s * logits_stride
     token = tl.load(chosen + s)
@@ -97,21 +97,19 @@ def top_logprobs_kernel(
     nan = as_float(tl.full([], NAN_BITS, tl.int32))
     tl.store(chosen_logprob + s, tl.where(usable & (token >= 0), own - peak - log_total, nan))
     tl.store(chosen_rank + s, tl.where(token >= 0, tl.where(usable, before + 1, 1), 0))
-    if K > 0:
-        if usable:
-            store_best(row, peak, log_total, ids + s * K, values + s * K, K, V, LANES)
-        else:  # no logarithm of such a row is a number
-            place = tl.arange(0, KP)
-            tl.store(ids + s * K + place, place, mask=place < K)
-            tl.store(values + s * K + place, tl.full([KP], float("-inf"), tl.float32), mask=place < K)
+    if usable:
+        store_best(row, peak, log_total, ids + s * best, values + s * best, best, V, LANES)
+    else:  # no logarithm of such a row is a number
+        for place in range(0, best):
+            tl.store(ids + s * best + place, place)
+            tl.store(values + s * best + place, float("-inf"))
 
 
 def top_logprobs(target: Target, logits, chosen, chosen_logprob, chosen_rank, ids, values) -> None:
     rows, vocab = logits.shape
-    best = ids.shape[1]
     launch(
-        top_logprobs_kernel, (rows,), logits, logits.stride(0), chosen, chosen_logprob, chosen_rank, ids, values,
-        K=best, KP=triton.next_power_of_2(max(best, 1)), V=vocab, LANES=LANES, warps=WARPS,
+        top_logprobs_kernel, (rows,), logits, logits.stride(0), chosen, chosen_logprob, chosen_rank, ids, values, ids.shape[1],
+        V=vocab, LANES=LANES, warps=WARPS,
     )  # fmt: skip
 
 
