@@ -82,10 +82,26 @@ def _sparse_attention(call: CallSpec) -> Yes | No:
     return Yes()
 
 
+def _score_index(call: CallSpec) -> Yes | No:
+    """It serves every call, but what is not MXFP4 on both sides one product at a time, where the portable kernel has tiles."""
+    for name, known in (("q", ("u8", "mxfp4_32")), ("format", ("mxfp4_32",))):
+        if call.statics.get(name) not in (None, *known):
+            return No(f"it has matrix tiles for {name} of {known[-1]} alone, not for {call.statics[name]}")
+    return Yes()
+
+
+def _everything(call: CallSpec) -> Yes:
+    """It serves every call of the card."""
+    return Yes()
+
+
 _SUPPORTS = {
     "grouped_gemm": _grouped_gemm,
     "grouped_linear": serves_linear,
     "linear": serves_linear,
     "sparse_attention": _sparse_attention,
+    "score_index": _score_index,
+    "select_candidate_blocks": _everything,
+    "select_topk": _everything,
 }
 """By op: its answer. An op without one is not offered."""

@@ -1,0 +1,307 @@
+// score_index for MXFP4 queries and keys of 128 values and at most 32 heads: FP8 wgmma on the bare codes.
+//
+// e2m1 codes are e4m3 values, so one wgmma of K = 32 sums a group's 32 products exactly, and FP32 multiplies the sum by
+// the key's scale of that group: dot = ((s0 c0 + s1 c1) + s2 c2) + s3 c3, fused. The query's four scales are folded into its
+// e4m3 operand, which is exact while they lie within 2^14 of each other; other heads keep theirs apart.
+// Nothing but a row's own query and keys enters, and every call takes this one path, so bits depend on nothing else.
+// Heads: lane c of a quad adds heads 2c, 2c + 1, 2c + 8, ... in ascending order, then ((lane 0 + 1) + (lane 2 + 3)).
+//
+// A tile is 64 keys, the M of a wgmma, in registers; the 32 heads of one query row are its N, in shared memory. A block of
+// threads keeps up to 16 rows of one request and lets the request's keys stream by: one warp for each warpgroup of consumers
+// copies tiles into a ring, and these take them in turn. The work is cut into equal shares on the device by what `visible`
+// says (di_index.cuh).
+#include "di_launch.cuh"
+#include "score_index_any.cuh"
+#include "score_index_tiles.cuh"
+
+namespace di {
+namespace {
+
+// This thread's share of a visit: tiles `first`, `first` + kStep, ... of `end` columns, from ring place `index` on.
+struct Share {
+  static constexpr int kStep = kConsumers * kIndexTile;
+  int first, end;
+  uint32_t index;
+  float* out;
+
+  __device__ __forceinline__ Share(const IndexCall& c, const Visit& visit, const Lane& l) {
+    const uint32_t group = threadIdx.x / 128, skip = (group + kConsumers - visit.before % kConsumers) % kConsumers;
+    first = (visit.first + skip) * kIndexTile, end = visit.end * kIndexTile, index = visit.before + skip;
+    out = c.scores + visit.run.first * c.scores_stride + first + l.place;
+  }
+  __device__ __forceinline__ bool more() const { return first + kStep < end; }
+  __device__ __forceinline__ void advance() { first += kStep, index += kConsumers, out += kStep; }
+};
+
+// One row: while a tile's products are under way, the heads of the tile before are added. Nothing is under way from one round
+// of four tiles to the next: the compiler would wait in between.
+template <bool pool>
+__device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
+  const int visible = s.visible[0], columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0;
+  for (Share at(c, visit, l); at.first < at.end;) {
+    float dot[2][kGroups][16];
+    KeyTile tile[2] = {};
+    int key[2];
+    key[0] = take_tile<pool>(c, s, l, at.index, at.first, tile[0]);
+    start_row(dot[0], tile[0], l, 0);
+#pragma unroll
+    for (int i = 0; i < kRound; ++i) {
+      const int now = i % 2;
+      if (i + 1 < kRound) {
+        if (at.more()) key[1 - now] = take_tile<pool>(c, s, l, at.index + kConsumers, at.first + Share::kStep, tile[1 - now]);
+        start_row(dot[1 - now], tile[1 - now], l, 0);
+      }
+      const float score = i + 1 < kRound ? finish_row<1>(dot[now], tile[now], s, 0) : finish_row<0>(dot[now], tile[now], s, 0);
+      if (at.first < min(columns, at.end)) *at.out = key[now] < visible ? score : kNoScore;
+      at.advance();
+    }
+  }
+}
+
+// `count` rows from r on: while a row's products are under way, the heads of the row before are added.
+template <int count>
+__device__ __forceinline__ void score_round(const IndexCall& c, const Shared& s, const Lane& l, const KeyTile& tile, int key, int r,
+                                            bool mine, float*& out) {
+  float dot[2][kGroups][16];
+  start_row(dot[0], tile, l, r);
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int now = i % 2;
+    if (i + 1 < count) start_row(dot[1 - now], tile, l, r + i + 1);
+    const float score = i + 1 < count ? finish_row<1>(dot[now], tile, s, r + i) : finish_row<0>(dot[now], tile, s, r + i);
+    if (mine) *out = key < s.visible[r + i] ? score : kNoScore;
+    out += c.scores_stride;
+  }
+}
+
+__device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
+  const int rows = visit.run.rows, columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0;
+  for (Share at(c, visit, l); at.first < at.end; at.advance()) {
+    KeyTile tile;
+    const int key = take_tile<false>(c, s, l, at.index, at.first, tile);
+    const bool mine = at.first < columns;
+    float* out = at.out;
+    int r = 0;
+    for (; r + kRound <= rows; r += kRound) score_round<kRound>(c, s, l, tile, key, r, mine, out);
+    if (rows - r >= 2) {
+      score_round<2>(c, s, l, tile, key, r, mine, out);
+      r += 2;
+    }
+    if (r < rows) score_round<1>(c, s, l, tile, key, r, mine, out);
+  }
+}
+
+__device__ __forceinline__ void fill_columns(const IndexCall& c, const IndexRun& run, int first, int end) {
+  const int last = min(end * kIndexTile, c.columns);
+  for (int r = 0; r < run.rows; ++r) {
+    float* out = c.scores + (run.first + r) * c.scores_stride;
+    for (int column = first * kIndexTile + threadIdx.x; column < last; column += 128 * kConsumers) out[column] = kNoScore;
+  }
+}
+
+// ---- the warps that copy, one for each group of consumers: lane l knows piece l of the next 32 pieces
+
+__device__ __forceinline__ void copy_tiles(const IndexCall& c, const CUtensorMap* map, const IndexRun& run, Shared& s, int first,
+                                           int end, uint32_t& index) {
+  const int lane = threadIdx.x % 32, piece_rows = 1 << c.piece_shift, pieces = kIndexTile >> c.piece_shift, tiles = 32 / pieces;
+  const uint32_t mine_of = threadIdx.x / 32 % 4;
+  const uint32_t bytes = piece_rows * (kCodes + kGroups);
+  for (int base = first; base < end; base += tiles) {
+    const int tile = base + lane / pieces, column = tile * kIndexTile + lane % pieces * piece_rows;
+    int row = column;
+    if (c.candidates != nullptr && tile < end) {
+      const int chosen = column < c.columns ? c.candidates[run.first * c.candidates_stride + column / c.candidate_block] : -1;
+      row = chosen < 0 ? -1 : chosen * c.candidate_block + column % c.candidate_block;
+    }
+    const int limit = c.candidates != nullptr ? c.visible[run.first] : run.seen;
+    const bool there = tile < end && row >= 0 && row < limit;
+    const int block = there ? c.block_table[run.request * c.table_stride + row / c.block_rows] : 0, inside = row % c.block_rows;
+    const uint32_t valid = __ballot_sync(0xFFFFFFFFu, there);
+    for (int t = 0; t < tiles && base + t < end; ++t, ++index) {
+      if (index % kConsumers != mine_of) continue;
+      const uint32_t stage = index % kStages;
+      const int piece = lane - t * pieces;
+      const bool mine = piece >= 0 && piece < pieces;
+      mbarrier_wait(&s.empty[stage], (index / kStages & 1) ^ 1);
+      if (mine) s.first_row[stage][piece] = there ? row : -1;
+      __syncwarp();
+      const uint32_t these = valid >> (t * pieces) & (pieces == 32 ? 0xFFFFFFFFu : (1u << pieces) - 1);
+      if (piece == 0) mbarrier_arrive_expect(&s.full[stage], __popc(these) * bytes);
+      __syncwarp();
+      if (mine && there) {
+        tensor_copy3(s.keys[stage] + piece * piece_rows * kCodes, map, 0, inside / 2, block, &s.full[stage]);
+        const uint8_t* scales = c.cache + block * c.block_stride + c.block_rows * kCodes + inside * kGroups;
+        bulk_copy(&s.scales[stage][piece * piece_rows], scales, piece_rows * kGroups, &s.full[stage]);
+      }
+    }
+  }
+}
+
+// Prefix sums of what each window costs, the same in every block of threads.
+__device__ __forceinline__ void plan(const IndexCall& c, Shared& s, int windows, int live) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int window = warp; window < windows; window += kThreads / 32) {
+    const int64_t cost = index_window_cost(c, window, live);
+    if (lane == 0) s.starts[window + 1] = cost;
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  int64_t before = 0;
+  for (int base = 0; base < windows; base += 32) {
+    int64_t sum = base + lane < windows ? s.starts[base + lane + 1] : 0;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (base + lane < windows) s.starts[base + lane + 1] = before + sum;
+    before += __shfl_sync(0xFFFFFFFFu, sum, 31);
+  }
+  if (lane == 0) {
+    s.starts[0] = 0;
+    s.share[0] = before * blockIdx.x / gridDim.x, s.share[1] = before * (blockIdx.x + 1) / gridDim.x;
+  }
+}
+
+__device__ __forceinline__ void tell(const Visit& visit, Shared& s, int number) {
+  const int slot = number % kVisits;
+  mbarrier_wait(&s.visit_empty[slot], (number / kVisits & 1) ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    s.visits[slot] = visit;
+    mbarrier_arrive(&s.visit_full[slot]);
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ void produce(const IndexCall& c, const CUtensorMap* map, Shared& s, int windows, int live) {
+  const bool tells = threadIdx.x / 32 % 4 == 0;
+  uint32_t index = 0;
+  int number = 0;
+  index_share(c, s.starts, windows, live, s.share, [&](const IndexRun& run, int first, int end, int fill, int fill_end) {
+    if (tells) tell({run, first, end, fill, fill_end, index}, s, number++);
+    copy_tiles(c, map, run, s, first, end, index);
+  });
+  if (tells) tell({}, s, number);
+}
+
+__device__ __forceinline__ void consume(const IndexCall& c, Shared& s) {
+  const Lane l = lane_of_thread(s);
+  for (int number = 0;; ++number) {
+    const int slot = number % kVisits;
+    mbarrier_wait(&s.visit_full[slot], number / kVisits & 1);
+    const Visit& visit = s.visits[slot];
+    if (visit.run.rows == 0) return;
+    if (visit.first < visit.end) load_queries(c, visit.run, s);
+    if (visit.fill < visit.fill_end) fill_columns(c, visit.run, visit.fill, visit.fill_end);
+    if (c.candidates != nullptr) {
+      score_one_row<true>(c, visit, s, l);
+    } else if (visit.run.rows == 1) {
+      score_one_row<false>(c, visit, s, l);
+    } else {
+      score_rows(c, visit, s, l);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.visit_empty[slot]);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    score_index_kernel(const __grid_constant__ IndexCall c, const __grid_constant__ CUtensorMap map) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  Shared& s = *reinterpret_cast<Shared*>(raw);
+  const int live = index_live_rows(c), here = max(0, min(live - c.first_row, kIndexWindows * kIndexWindow));
+  const int windows = (here + kIndexWindow - 1) / kIndexWindow;
+  if (threadIdx.x < kStages) {
+    mbarrier_init(&s.full[threadIdx.x], 1);
+    mbarrier_init(&s.empty[threadIdx.x], 4);
+    if (threadIdx.x < kVisits) {
+      mbarrier_init(&s.visit_full[threadIdx.x], 1);
+      mbarrier_init(&s.visit_empty[threadIdx.x], 4 * kConsumers);
+    }
+    fence_mbarrier_init();
+  }
+  plan(c, s, windows, live);
+  __syncthreads();
+  if (threadIdx.x / 128 == kConsumers) {
+    registers_down<kProducerRegisters>();
+    if (threadIdx.x / 32 % 4 < kConsumers) produce(c, &map, s, windows, live);
+  } else {
+    registers_up<kConsumerRegisters>();
+    consume(c, s);
+  }
+}
+
+// The cache's codes as lines of 128 bytes (two keys): [blocks, block_rows / 2, 128], in boxes of a piece.
+bool codes_map(CUtensorMap* map, const di_tensor& cache, int block_rows, int piece_rows) {
+  const cuuint64_t sizes[3] = {128, static_cast<cuuint64_t>(block_rows / 2), static_cast<cuuint64_t>(cache.shape[0])};
+  const cuuint64_t pitches[2] = {128, static_cast<cuuint64_t>(cache.stride[0])};
+  const cuuint32_t box[3] = {128, static_cast<cuuint32_t>(piece_rows / 2), 1}, steps[3] = {1, 1, 1};
+  const EncodeTiled encode = tensor_map_encoder();
+  return encode != nullptr && encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, cache.data, sizes, pitches, box, steps,
+                                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Rows of a piece, all in one block and one candidate block; 0 where the fast kernel cannot copy them.
+int piece_rows_of(const IndexCall& c) {
+  for (int rows = kIndexTile; rows >= kIndexTile / kPieces; rows /= 2) {
+    if (c.block_rows % rows == 0 && (c.candidates == nullptr || c.candidate_block % rows == 0)) return rows;
+  }
+  return 0;
+}
+
+bool aligned(const void* address, int64_t stride, int64_t other, int bytes) {
+  return (reinterpret_cast<uintptr_t>(address) | stride | other) % bytes == 0;
+}
+
+bool is_fast(const IndexAny& a) {
+  const IndexCall& c = a.call;
+  return a.query_dtype == DI_U8 && a.key_format == DI_MXFP4_32 && a.width == 128 && c.heads <= kHeads && piece_rows_of(c) != 0 &&
+         aligned(c.q, c.q_stride, c.q_head_stride, 16) && aligned(c.cache, c.block_stride, 0, 16);
+}
+
+int score_index_fast(IndexCall c, const di_tensor& cache, cudaStream_t stream, di_error* e) {
+  const int piece_rows = piece_rows_of(c), bytes = sizeof(Shared);
+  c.piece_shift = __builtin_ctz(piece_rows);
+  CUtensorMap map;
+  if (!codes_map(&map, cache, c.block_rows, piece_rows)) return refuse(e, DI_FAILED, "the driver refuses a map of the cache");
+  if (allow_shared<score_index_kernel>(bytes) != cudaSuccess) return finish(e, "score_index");
+  for (c.first_row = 0; c.first_row < c.rows; c.first_row += kIndexWindows * kIndexWindow) {
+    score_index_kernel<<<multiprocessors(), kThreads, bytes, stream>>>(c, map);
+  }
+  return finish(e, "score_index");
+}
+
+}  // namespace
+}  // namespace di
+
+// q, q_scale, weights, cache, block_table, row_to_req, visible, candidates, count, scores; candidate_block, format, block_rows.
+DI_EXPORT int di_score_index(const di_tensor* t, int n, const di_params* p, void* stream, void*, size_t, di_error* e) {
+  using namespace di;
+  if (n != 10 || p->n_i != 3) return refuse(e, DI_BAD_CALL, "10 tensors and 3 integers are wanted, got %d and %d", n, p->n_i);
+  const di_tensor &q = t[0], &q_scale = t[1], &weights = t[2], &cache = t[3], &table = t[4], &candidates = t[7], &scores = t[9];
+  IndexAny a{};
+  IndexCall& c = a.call;
+  c.rows = static_cast<int>(q.shape[0]);
+  c.columns = static_cast<int>(scores.shape[1]);
+  c.heads = static_cast<int>(q.shape[1]);
+  if (c.rows == 0 || c.columns == 0) return DI_OK;
+  if (q.stride[2] != 1 || scores.stride[1] != 1 || cache.stride[1] != 1 || (present(q_scale) && q_scale.stride[2] != 1))
+    return refuse(e, DI_UNSUPPORTED, "the last dimension of q, q_scale, cache and scores must be dense");
+  a.query_dtype = q.dtype;
+  a.key_format = static_cast<int>(p->i[1]);
+  a.width = static_cast<int>(q.shape[2]) * (q.dtype == DI_U8 ? 2 : 1);
+  c.q = data<const uint8_t>(q), c.q_stride = q.stride[0], c.q_head_stride = q.stride[1];
+  c.q_scale = data<const uint8_t>(q_scale), c.q_scale_stride = q_scale.stride[0], c.q_scale_head_stride = q_scale.stride[1];
+  c.weights = weights.data, c.weights_bf16 = weights.dtype == DI_BF16;
+  c.weights_stride = weights.stride[0], c.weights_head_stride = weights.stride[1];
+  c.cache = data<const uint8_t>(cache), c.block_stride = cache.stride[0];
+  c.block_rows = static_cast<int>(p->i[2] > 1 ? p->i[2] : 1), c.candidate_block = static_cast<int>(p->i[0]);
+  c.block_table = data<const int32_t>(table), c.table_stride = table.stride[0];
+  c.row_to_req = data<const int32_t>(t[5]), c.visible = data<const int32_t>(t[6]);
+  c.candidates = data<const int32_t>(candidates), c.candidates_stride = candidates.stride[0];
+  c.count = data<const int32_t>(t[8]);
+  c.scores = data<float>(scores), c.scores_stride = scores.stride[0];
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  return is_fast(a) ? score_index_fast(c, cache, on, e) : score_index_any(a, on, e);
+}

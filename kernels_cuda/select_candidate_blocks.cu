@@ -1,0 +1,74 @@
+// select_candidate_blocks: the row blocks with the highest scores (di_select.cuh), the block of the last visible row first.
+#include "di_select.cuh"
+
+namespace di {
+namespace {
+
+struct Blocks {
+  static constexpr int kBatch = 1, kRows = 8;  // kRows: of a block that is fetched whole
+
+  struct Raw {
+    float4 scores[2 * 4];
+  };
+
+  static __device__ __forceinline__ int last_visible(const select::Call& c, int row) {
+    const int seen = c.visible[row];
+    return seen > 0 ? (seen - 1) / c.block : -1;
+  }
+
+  // Blocks before this one have all their rows, and the last visible row is not among them.
+  static __device__ __forceinline__ int plain_columns(const select::Call& c, int row) {
+    return c.vectors && c.block == kRows ? min(last_visible(c, row), c.score_columns / kRows) : 0;
+  }
+
+  static __device__ __forceinline__ Raw fetch(const select::Call& c, int row, int block) {
+    Raw raw;
+    const float4* from = reinterpret_cast<const float4*>(c.scores + row * c.scores_stride + static_cast<int64_t>(block) * kRows);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) raw.scores[i] = from[i];
+    return raw;
+  }
+
+  static __device__ __forceinline__ uint32_t best(const float4& low, const float4& high) {
+    using select::ordered;
+    return max(max(max(ordered(low.x), ordered(low.y)), max(ordered(low.z), ordered(low.w))),
+               max(max(ordered(high.x), ordered(high.y)), max(ordered(high.z), ordered(high.w))));
+  }
+
+  static __device__ __forceinline__ uint4 keys(const Raw& raw) {
+    return make_uint4(best(raw.scores[0], raw.scores[1]), best(raw.scores[2], raw.scores[3]), best(raw.scores[4], raw.scores[5]),
+                      best(raw.scores[6], raw.scores[7]));
+  }
+
+  static __device__ __forceinline__ uint32_t key(const select::Call& c, int row, int block) {
+    if (block >= c.columns) return 0;
+    if (block == last_visible(c, row)) return select::ordered(INFINITY);
+    const int first = block * c.block, end = min(min(first + c.block, c.score_columns), c.visible[row]);
+    uint32_t best = 0;
+    for (int column = first; column < end; ++column) best = max(best, select::ordered(c.scores[row * c.scores_stride + column]));
+    return best;
+  }
+
+  static __device__ __forceinline__ int name(const select::Call&, int, int block) { return block; }
+};
+
+}  // namespace
+}  // namespace di
+
+// scores, visible, count, out; block.
+DI_EXPORT int di_select_candidate_blocks(const di_tensor* t, int n, const di_params* p, void* stream, void*, size_t, di_error* e) {
+  using namespace di;
+  if (n != 4 || p->n_i != 1) return refuse(e, DI_BAD_CALL, "4 tensors and 1 integer are wanted, got %d and %d", n, p->n_i);
+  const di_tensor &scores = t[0], &out = t[3];
+  if (scores.shape[0] > 0 && scores.shape[1] > 0 && (scores.stride[1] != 1 || out.stride[1] != 1))
+    return refuse(e, DI_UNSUPPORTED, "the last dimension of scores and out must be dense");
+  select::Call c{};
+  c.scores = data<const float>(scores), c.scores_stride = scores.stride[0];
+  c.visible = data<const int32_t>(t[1]), c.count = data<const int32_t>(t[2]);
+  c.out = data<int32_t>(out), c.out_stride = out.stride[0];
+  c.block = static_cast<int>(p->i[0]);
+  c.rows = static_cast<int>(scores.shape[0]), c.score_columns = static_cast<int>(scores.shape[1]);
+  c.k = static_cast<int>(out.shape[1]);
+  c.columns = static_cast<int>(ceil_div(scores.shape[1], c.block));
+  return select::launch<Blocks>(c, static_cast<cudaStream_t>(stream), e, "select_candidate_blocks");
+}
