@@ -257,7 +257,7 @@ bool aligned(const void* address, int64_t stride, int64_t other, int bytes) {
 bool is_fast(const IndexAny& a) {
   const IndexCall& c = a.call;
   return a.query_dtype == DI_U8 && a.key_format == DI_MXFP4_32 && a.width == 128 && c.heads <= kHeads && piece_rows_of(c) != 0 &&
-         aligned(c.q, c.q_stride, c.q_head_stride, 16) && aligned(c.cache, c.block_stride, 0, 16);
+         c.cache != nullptr && aligned(c.q, c.q_stride, c.q_head_stride, 16) && aligned(c.cache, c.block_stride, 0, 16);
 }
 
 int score_index_fast(IndexCall c, const di_tensor& cache, cudaStream_t stream, di_error* e) {
