@@ -29,51 +29,22 @@ struct Share {
     first = (visit.first + skip) * kIndexTile, end = visit.end * kIndexTile, index = visit.before + skip;
     out = c.scores + visit.run.first * c.scores_stride + first + l.place;
   }
-  __device__ __forceinline__ bool more() const { return first + kStep < end; }
   __device__ __forceinline__ void advance() { first += kStep, index += kConsumers, out += kStep; }
 };
 
-// One row: while a tile's products are under way, the heads of the tile before are added. Nothing is under way from one round
-// of four tiles to the next: the compiler would wait in between.
+// A run of one row: every tile once.
 template <bool pool>
 __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
   const int visible = s.visible[0], columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0;
-  for (Share at(c, visit, l); at.first < at.end;) {
-    float dot[2][kGroups][16];
-    KeyTile tile[2] = {};
-    int key[2];
-    key[0] = take_tile<pool>(c, s, l, at.index, at.first, tile[0]);
-    start_row(dot[0], tile[0], l, 0);
-#pragma unroll
-    for (int i = 0; i < kRound; ++i) {
-      const int now = i % 2;
-      if (i + 1 < kRound) {
-        if (at.more()) key[1 - now] = take_tile<pool>(c, s, l, at.index + kConsumers, at.first + Share::kStep, tile[1 - now]);
-        start_row(dot[1 - now], tile[1 - now], l, 0);
-      }
-      const float score = i + 1 < kRound ? finish_row<1>(dot[now], tile[now], s, 0) : finish_row<0>(dot[now], tile[now], s, 0);
-      if (at.first < min(columns, at.end)) *at.out = key[now] < visible ? score : kNoScore;
-      at.advance();
-    }
+  for (Share at(c, visit, l); at.first < at.end; at.advance()) {
+    KeyTile tile;
+    const int key = take_tile<pool>(c, s, l, at.index, at.first, tile);
+    const float score = score_row(tile, s, l, 0);
+    if (at.first < columns) *at.out = key < visible ? score : kNoScore;
   }
 }
 
-// `count` rows from r on: while a row's products are under way, the heads of the row before are added.
-template <int count>
-__device__ __forceinline__ void score_round(const IndexCall& c, const Shared& s, const Lane& l, const KeyTile& tile, int key, int r,
-                                            bool mine, float*& out) {
-  float dot[2][kGroups][16];
-  start_row(dot[0], tile, l, r);
-#pragma unroll
-  for (int i = 0; i < count; ++i) {
-    const int now = i % 2;
-    if (i + 1 < count) start_row(dot[1 - now], tile, l, r + i + 1);
-    const float score = i + 1 < count ? finish_row<1>(dot[now], tile, s, r + i) : finish_row<0>(dot[now], tile, s, r + i);
-    if (mine) *out = key < s.visible[r + i] ? score : kNoScore;
-    out += c.scores_stride;
-  }
-}
-
+// Several rows: a tile is expanded once for all of them.
 __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
   const int rows = visit.run.rows, columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0;
   for (Share at(c, visit, l); at.first < at.end; at.advance()) {
@@ -81,13 +52,11 @@ __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visi
     const int key = take_tile<false>(c, s, l, at.index, at.first, tile);
     const bool mine = at.first < columns;
     float* out = at.out;
-    int r = 0;
-    for (; r + kRound <= rows; r += kRound) score_round<kRound>(c, s, l, tile, key, r, mine, out);
-    if (rows - r >= 2) {
-      score_round<2>(c, s, l, tile, key, r, mine, out);
-      r += 2;
+    for (int r = 0; r < rows; ++r, out += c.scores_stride) {
+      const int seen = s.visible[r];
+      const float score = at.first < seen ? score_row(tile, s, l, r) : kNoScore;
+      if (mine) *out = key < seen ? score : kNoScore;
     }
-    if (r < rows) score_round<1>(c, s, l, tile, key, r, mine, out);
   }
 }
 

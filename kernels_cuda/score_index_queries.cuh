@@ -10,9 +10,8 @@ namespace {
 constexpr int kHeads = 32, kGroups = 4, kCodes = 64;  // kCodes: bytes of a key's codes
 constexpr int kLowestShift = -8, kTopShift = 6;       // e4m3 holds e2m1 times 2^shift exactly
 constexpr int kLeastPlain = 112, kMostPlain = 143;    // ue8m0 codes from which no sum leaves the range of float
-constexpr int kConsumers = 2, kConsumerRegisters = 224, kProducerRegisters = 56;  // warpgroups that compute
-constexpr int kThreads = 128 * (kConsumers + 1), kStages = 16, kVisits = 4, kPieces = 8;
-constexpr int kRound = 4;         // rows, or tiles of one row, between two waits for everything
+constexpr int kConsumers = 3, kConsumerRegisters = 152, kProducerRegisters = 56;  // warpgroups that compute
+constexpr int kThreads = 128 * (kConsumers + 1), kStages = 15, kVisits = 4, kPieces = 8;
 constexpr int kQueriesReady = 1;  // named barrier of the consumers
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8),
               "the block starts with that many registers; waiting for more would never end");

@@ -121,20 +121,16 @@ __device__ __forceinline__ void add_heads_apart(const float (&dot)[kGroups][16],
   }
 }
 
-// Starts a row's four wgmma; each is a group of products on its own.
-__device__ __forceinline__ void start_row(float (&dot)[kGroups][16], const KeyTile& tile, const Lane& l, int r) {
+// The score of key 16 warp + lane / 4 + 8 (lane % 2), complete in every lane.
+__device__ __forceinline__ float score_row(const KeyTile& tile, const Shared& s, const Lane& l, int r) {
+  float dot[kGroups][16];
+  const bool plain = tile.plain && s.plain[r] != 0;
   const uint32_t queries = l.queries + r * (kHeads * 128 / 16);
   wgmma_fence();
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) Wgmma<32>::e4m3_rs(dot[g], tile.codes[g], kDescriptorHigh << 32 | (queries + 2 * g), false);
   wgmma_commit();
-}
-
-// The score of key 16 warp + lane / 4 + 8 (lane % 2) in every lane, once all but the last `pending` started rows are there.
-template <int pending>
-__device__ __forceinline__ float finish_row(float (&dot)[kGroups][16], const KeyTile& tile, const Shared& s, int r) {
-  const bool plain = tile.plain && s.plain[r] != 0;
-  wgmma_wait<pending>();
+  wgmma_wait<0>();
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) wgmma_hold(dot[g]);
   float sum[2] = {0.0f, 0.0f};
