@@ -1,8 +1,8 @@
 // The grouped GEMM of every weight format, activation and output that the card allows: FP32 products and sums, no matrix unit.
 //
 // It serves what the fragments' kernel does not: other formats, scales that leave BF16, matrices that fill no granule, quantised
-// output. Right and slow. A warp takes four features of a row; lane l takes K = l, l + 32, ... in order and the lanes are
-// added by halving, so a row's bits depend on the row and its expert alone.
+// output, FP32 output of long sums. Right and slow. A warp takes four features of a row; lane l takes K = l, l + 32, ... in order
+// and the lanes are added by halving, so a row's bits depend on the row and its expert alone.
 #pragma once
 
 #include "di_fp8.cuh"

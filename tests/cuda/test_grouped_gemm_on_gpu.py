@@ -40,7 +40,7 @@ def offsets_of(counts: list[int]) -> torch.Tensor:
 
 
 def run(
-    call, x: tuple[torch.Tensor, torch.Tensor | None], weight: WeightHandle, counts: list[int], dtype=torch.float32
+    call, x: tuple[torch.Tensor, torch.Tensor | None], weight: WeightHandle, counts: list[int], dtype=torch.bfloat16
 ) -> torch.Tensor:
     out = torch.full((x[0].shape[0], weight.shape[1]), float("nan"), dtype=dtype, device="cuda")
     call(*x, weight, offsets_of(counts), out, None)
@@ -100,7 +100,7 @@ def test_scales_at_the_ends_are_exact(low, high, exponent, gen, call):
     weight = experts(gen, len(COUNTS), 128, 256, low, high)
     assert isinstance(weight, weights.FragmentWeight) == (high <= 129)
     x = (torch.randn(sum(COUNTS), 256, generator=gen, device="cuda") * 2.0**exponent).bfloat16()
-    assert_right(run(call, (x, None), weight, COUNTS), x.float(), weight, COUNTS)
+    assert_right(run(call, (x, None), weight, COUNTS, torch.float32), x.float(), weight, COUNTS)
 
 
 def test_experts_without_rows_and_no_rows_at_all_write_nothing(gen, call):
