@@ -20,8 +20,8 @@ from deepinfer_triton.boundary import collect  # noqa: E402
 from deepinfer_triton.ops.sample import survivors  # noqa: E402
 from deepinfer_triton.ops.top_logprobs import top_logprobs_kernel  # noqa: E402
 
-V, LANES = 600, 16
-"""38 tiles of 16 lanes: four kept logits a lane are a tenth of the row."""
+V, LANES = 600, 32
+"""19 tiles of 32 lanes: four kept logits a lane are a fifth of the row."""
 
 
 @triton.jit

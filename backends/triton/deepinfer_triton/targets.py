@@ -36,7 +36,7 @@ class Target:
     draft_warps: int = 8
 
 
-INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256, head_group=64)
+INTERPRETER = Target("interpreter", "f32", features=128, tokens=16, depth=256, head_group=64, draft_keys=64, draft_columns=256)
 SM90 = Target("sm90", "bf16", depth=64, keys=16, head_group=16, draft_keys=64)
 SM100 = Target("sm100", "scaled", keys=32)
 SM103 = replace(SM100, name="sm103")
