@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("tools", ".", "hal", "backends/cud
 import torch  # noqa: E402
 from deepinfer_cuda import native, native_library, weights  # noqa: E402
 from deepinfer_hal.card import get_card, sum_tolerance  # noqa: E402
+from deepinfer_hal.errors import BackendUnavailable  # noqa: E402
 from deepinfer_hal.formats import dequantise  # noqa: E402
 from report import store  # noqa: E402
 
@@ -169,15 +170,24 @@ def measure(experts: list[int], samples: int) -> dict[str, Any]:
             own = torchs_own(count, 1024, shape, gen, samples) if count == 16 else None
             bar = f"{500 * share:.0f} TFLOP/s"
             points.append(shown({"name": f"{name}, 1024 rows", **point, "torch_grouped_mm_us": own, "bar": bar}))
-    kernels = {name: kernel for name, kernel in native_library.description()["kernels"].items() if "grouped_gemm" in name}
     skew = (
         [points_of(points, f"{kind} routing, 256 rows")["tb_per_s"] for kind in ("uniform", "Zipf")] if EXPERTS in experts else []
     )
     return {
-        "gpu": torch.cuda.get_device_name(), "symbol": "di_grouped_gemm", "kernels": kernels,
-        "sources": native_library.description()["sources"], **ceilings(samples), "points": points,
-        "zipf_over_uniform": skew[0] / skew[1] if skew else None,
+        "gpu": torch.cuda.get_device_name(), "symbol": "di_grouped_gemm", **library_facts(), **ceilings(samples),
+        "points": points, "zipf_over_uniform": skew[0] / skew[1] if skew else None,
     }  # fmt: skip
+
+
+def library_facts() -> dict[str, Any]:
+    """Digest of the library's sources and its kernels of this op, by symbol; nothing where its description is not beside it."""
+    try:
+        told = native_library.description()
+    except BackendUnavailable as error:
+        print(error)
+        return {"sources": None, "kernels": None}
+    kernels = {name: kernel for name, kernel in told["kernels"].items() if "grouped_gemm" in name or "expand_rows" in name}
+    return {"sources": told["sources"], "kernels": kernels}
 
 
 def points_of(points: list[dict[str, Any]], name: str) -> dict[str, Any]:
