@@ -6,7 +6,8 @@
 Logits are a broad floor under 300 likely tokens a row, as a model's are; "flat" rows are normal numbers with a deviation of 3,
 of which thousands survive top-p. One CUDA graph holds a call on each of several buffers, together larger than the last-level
 cache. Outputs are checked against the cards' float64 references before anything is timed. floor_us is the larger of what a
-launch costs inside a graph and the card's bytes over the copy rate, both measured in the same run.
+launch costs inside a graph and the card's bytes over the copy rate, both measured in the same run. With --seconds, calls
+that have not begun by then are left out, and named. The report is stored after every call.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+START = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal", "backends/cuda", "backends/triton")]
 
@@ -133,20 +136,24 @@ def state(v: Values) -> Iterator[Call]:
         yield f"{op} {pairs}", op, (order[:pairs], order[pairs:], v.ints(256, 2 * pairs, row_bytes, dtype=U8))
 
 
-def calls(rows: int, seed: int, only: str) -> list[Call]:
-    """One buffer's calls, by name."""
+def calls(rows: int, seed: int, only: str) -> Iterator[Call]:
+    """One buffer's calls, made when their turn comes."""
     v = Values(rows, seed)
-    made = (call for group in (sampling, verification, drafting, state) for call in group(v))
-    return [call for call in made if call[0].startswith(only)]
+    made = (call for group in (sampling, drafting, verification, state) for call in group(v))
+    return (call for call in made if call[0].startswith(only))
 
 
-def measure(rows: int, samples: int, only: str, kernels: dict[str, Any]) -> dict[str, Any]:
-    """The whole result, as plain values."""
+def measure(rows: int, samples: int, only: str, seconds: float, kernels: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The result so far, as plain values, after each call."""
     launch_us, rate = ceilings(samples)
-    ops, wrong = [], []
+    result = {"gpu": torch.cuda.get_device_name(), "rows": rows, "launch_us": launch_us, "copy_bytes_per_second": rate}
+    result |= {"wrong": [], "left_out": [], "ops": []}
     for name, op, args in calls(rows, 0, only):
+        if time.monotonic() - START > seconds:
+            result["left_out"].append(name)
+            continue
         problem = check(name, op, kernels[op].fn, args)
-        wrong += [problem] if problem else []
+        result["wrong"] += [problem] if problem else []
         nbytes = get_card(op).cost(get_card(op).bind_args(args, {})).bytes
         buffers = [args] + [
             tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in args)
@@ -159,11 +166,10 @@ def measure(rows: int, samples: int, only: str, kernels: dict[str, Any]) -> dict
 
         spent = microseconds(run, samples) / len(buffers)
         floor = max(launch_us, nbytes / rate * 1e6)
-        ops.append({"name": name, "op": op, "symbol": kernels[op].symbol, "bytes": nbytes, "us": spent, "floor_us": floor})
-    return {
-        "gpu": torch.cuda.get_device_name(), "rows": rows, "launch_us": launch_us, "copy_bytes_per_second": rate,
-        "wrong": wrong, "ops": ops,
-    }  # fmt: skip
+        del buffers, run
+        row = {"name": name, "op": op, "symbol": kernels[op].symbol, "bytes": nbytes, "us": spent, "floor_us": floor}
+        result["ops"].append(row)
+        yield result
 
 
 def main(arguments: list[str]) -> int:
@@ -171,15 +177,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rows", type=int, default=64, help="rows of logits, and requests")
     parser.add_argument("--samples", type=int, default=10, help="of which the median is taken")
     parser.add_argument("--only", default="", help="calls whose name begins so")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further call is begun")
     parser.add_argument("--provider", help="kernels of this provider alone")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
-    result = measure(options.rows, options.samples, options.only, offered(options.provider, {}))
-    for row in result["ops"]:
-        print("{name:40s} {us:8.2f} us, floor {floor_us:7.2f}  {symbol}".format(**row))
-    print("\n".join(result["wrong"]) or "all outputs agree with their cards")
+    command, result = shlex.join(["python", "tools/cuda/bench_sampling.py", *arguments]), {}
+    for result in measure(options.rows, options.samples, options.only, options.seconds, offered(options.provider, {})):
+        print("{name:40s} {us:8.2f} us, floor {floor_us:7.2f}  {symbol}".format(**result["ops"][-1]), flush=True)
+        if options.report:
+            store(options.report, command, result)
+    if not result:
+        parser.error(f"no call's name begins with {options.only!r}")
     if options.report:
-        store(options.report, shlex.join(["python", "tools/cuda/bench_sampling.py", *arguments]), result)
+        store(options.report, command, result)
+    print("\n".join(result["wrong"]) or "all outputs agree with their cards")
+    if result["left_out"]:
+        print(f"left out after {options.seconds} s: {', '.join(result['left_out'])}")
     return 1 if result["wrong"] else 0
 
 
