@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +35,7 @@ def hal_bench(
     memory: Annotated[int, _size("Host memory that a row may take, such as 8G; 0: half of the machine's.")] = 0,
     cache: Annotated[int, _size("Bytes that the buffers of a row exceed together; 0: the last-level cache.")] = 0,
     jobs: Annotated[int, _option("Processes that draw and check rows; each is timed alone.", "--jobs", "-j", min=1)] = 1,
+    seconds: Annotated[float, _option("Rows that have not begun by then are not run; 0: no limit.", min=0)] = 0.0,
     report: Annotated[Path | None, _option("A report of `hal test`: its kernels must be those measured here.")] = None,
     json_file: Annotated[Path | None, _option("Store the whole result as JSON in this file.", "--json")] = None,
 ) -> int:
@@ -51,7 +54,8 @@ def hal_bench(
         known = read_report(report) if report is not None else None
         budget = Budget(repeats, row_seconds, memory, cache)
         print(_HEAD, flush=True)
-        chosen = dict(shapes=shapes, experts=experts, ops=tuple(op or ()), rows=tuple(rows or ()), budget=budget)
+        ends = time.time() + seconds if seconds else math.inf
+        chosen = dict(shapes=shapes, experts=experts, ops=tuple(op or ()), rows=tuple(rows or ()), budget=budget, ends=ends)
         if jobs > 1:
             result = run_bench_jobs(f"{opened.name}:{index}", jobs, conformance=report, listen=_print_row, **chosen)
         else:

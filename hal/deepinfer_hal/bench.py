@@ -111,6 +111,7 @@ def run_bench(
     pairs: Collection[tuple[str, int]] | None = None,
     turns: Any = None,
     first: bool = True,
+    ends: float = math.inf,
 ) -> dict[str, Any]:
     """All rows as plain values, with the ceilings of the same run, measured before and after them; `listen` hears each row
     as it comes, with its share of the ceilings known by then. load_average: of the host's last minute, before and after.
@@ -118,6 +119,7 @@ def run_bench(
     shapes: a name of `bench_shapes.MODELS`; experts: on one rank, at most the model's; ops, rows: only these. conformance: a
     report of `hal test`, whose kernels must be those of the rows. pairs: (op, rows), only these; turns: of several processes
     that share the device (bench_jobs.Turns), of which the first measures the ceilings and lists ops that are not measured.
+    ends: by time.time(); rows that have not begun by then are not run.
     Raises BadCall for what does not exist.
     """
     if shapes not in MODELS:
@@ -142,7 +144,7 @@ def run_bench(
         for case in bench_cases(model, experts, rows, ops):
             if pairs is not None and (case.case.op, case.rows) not in pairs:
                 continue
-            row = bench.measure(case)
+            row = bench.measure(case) if time.time() < ends else _not_begun(case)
             if tested is not None and row.symbol:
                 _compare_symbols(row, tested)
             done.append(row)
@@ -183,6 +185,10 @@ def last_level_cache_bytes(device: torch.device, told: int = 0) -> int:
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
             sizes.append(int(path.read_text(encoding="ascii").strip().removesuffix("K")) << 10)
     return max(sizes) or ASSUMED_CACHE_BYTES
+
+
+def _not_begun(case: BenchCase) -> Row:
+    return Row(case.case.id, case.case.op, case.use, case.rows, reason="the time of the run was over")
 
 
 class _Alone:

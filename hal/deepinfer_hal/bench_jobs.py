@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def shared_ceilings(folder: str | Path, measure: Callable[[], Ceilings] | None) 
 
 def run_bench_jobs(
     spec: str, jobs: int, *, shapes: str, experts: int, ops: tuple[str, ...], rows: tuple[int, ...], budget: Budget,
-    conformance: Path | None, listen: Listener = lambda row: None,
+    conformance: Path | None, listen: Listener = lambda row: None, ends: float = math.inf,
 ) -> dict[str, Any]:  # fmt: skip
     """As `run_bench`, over `jobs` processes; rows in the order of one process, ceilings the best of all of them.
 
@@ -101,7 +102,7 @@ def run_bench_jobs(
             job = {
                 "spec": spec, "pairs": shares[number], "folder": folder, "shapes": shapes, "experts": experts,
                 "budget": asdict(budget), "conformance": None if conformance is None else str(conformance), "ops": ops,
-                "first": number == 0,
+                "first": number == 0, "ends": ends if math.isfinite(ends) else None,
             }  # fmt: skip
             results[number] = _play(job, listen, hearing)
 
@@ -182,7 +183,7 @@ def main(text: str) -> int:
     result = run_bench(
         backend, index, shapes=job["shapes"], experts=job["experts"], ops=tuple(job["ops"]), pairs=pairs,
         budget=Budget(**job["budget"]), conformance=known, listen=lambda row: tell({"row": asdict(row)}),
-        turns=Turns(job["folder"]), first=job["first"],
+        turns=Turns(job["folder"]), first=job["first"], ends=math.inf if job["ends"] is None else job["ends"],
     )  # fmt: skip
     tell({"result": result})
     return 0

@@ -339,6 +339,12 @@ def test_results_of_several_processes_are_one_with_the_best_ceilings():
         assert row["floor_seconds"] == pytest.approx(max(row["bytes"] / 2e12, row["flops"] / 1e15))
 
 
+def test_rows_that_have_not_begun_in_time_are_not_run_and_told():
+    rows = measured(Bench(kernel("rope")), ops=("rope",), ends=time.time() - 1)
+    row = one_row(rows, "rope")
+    assert (row["verdict"], row["reason"]) == ("not-run", "the time of the run was over") and not row["seconds"]
+
+
 def test_one_process_measures_the_ceilings_and_the_others_wait_for_them(tmp_path):
     read = []
     reader = threading.Thread(target=lambda: read.append(Turns(tmp_path).ceilings(None)))
