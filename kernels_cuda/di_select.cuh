@@ -3,8 +3,9 @@
 //
 // A row belongs to a cluster of 1, 2, 4 or 8 blocks, each with a contiguous slice that it keeps in shared memory as ordered
 // integers (or reads again where it is too long). A lower bound of the k-th value, from the threads' own maxima, leaves few
-// columns to count; three histograms of 11, 11 and 10 bits then find the k-th value exactly, and a last pass gives every
-// picked column its place: the columns above the k-th value before it, plus the equal ones before it that still fit.
+// columns to count. Histograms of 2048 bins, the first over what lies between that bound and the highest value, narrow the
+// k-th value's interval until it is one value or all of it is taken: one to three of them. A last pass gives every picked
+// column its place: the columns above the k-th value before it, plus the equal ones before it that still fit.
 // Counting is by integers, so nothing depends on the order in which threads run.
 #pragma once
 
@@ -19,7 +20,7 @@ namespace select {
 
 using Cluster = cooperative_groups::cluster_group;
 
-constexpr int kThreads = 256, kWarps = 8, kMostBlocks = 8, kBins = 2048;
+constexpr int kThreads = 256, kWarps = 8, kMostBlocks = 8, kBinBits = 11, kBins = 1 << kBinBits;
 constexpr int kStep = 128;         // columns of a warp's step, four a lane
 constexpr int kMostCached = 4096;  // columns a warp keeps
 constexpr uint32_t kAll = 0xFFFFFFFFu;
@@ -44,12 +45,12 @@ __device__ __forceinline__ uint32_t ordered(float score) {
 struct Shared {
   uint32_t bins[kBins], sums[kBins];  // this block's columns; in the first block also the cluster's
   uint32_t maxima[kThreads];
-  uint32_t bounds[kMostBlocks];
+  uint32_t bounds[kMostBlocks], tops[kMostBlocks];
   int above[kMostBlocks], equal[kMostBlocks];  // counts of each block of the cluster
   int warp_above[kWarps], warp_equal[kWarps];
-  uint32_t own_bound;
-  uint32_t prefix;  // of the k-th value, as far as it is known
-  int wanted;       // how many of the columns with that prefix are still to be taken; 0 where fewer than k can be picked
+  uint32_t own_bound, own_top;
+  uint32_t low;  // no value above the k-th's interval is below it; with nothing wanted, what is above it is picked
+  int wanted;    // how many of the columns in the interval from `low` on are still to be taken
 };
 
 struct Place {
@@ -103,26 +104,26 @@ __device__ __forceinline__ void count_bin(uint32_t* bins, uint32_t bin, bool act
   if (active) atomicAdd(&bins[bin], 1);
 }
 
-// Histogram of this block's columns that are at least `bound` and share the first bits of `prefix`.
+// Histogram of this block's columns from `low` to `low` + `span`, 2^shift values a bin.
 template <typename Source>
-__device__ __forceinline__ void count_columns(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t bound,
-                                              uint32_t prefix, int known, int shift) {
+__device__ __forceinline__ void count_columns(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t low,
+                                              uint32_t span, int shift) {
   sweep<Source>(c, at, kept, [&](int, const uint4& keys) {
     const uint32_t key[4] = {keys.x, keys.y, keys.z, keys.w};
     bool active[4], any = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      active[i] = key[i] >= bound && (known == 0 || key[i] >> (32 - known) == prefix >> (32 - known));
+      active[i] = key[i] >= low && key[i] - low <= span;
       any |= active[i];
     }
     if (!__any_sync(kAll, any)) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) count_bin(bins, key[i] >> shift & (kBins - 1), active[i], at.lane);
+    for (int i = 0; i < 4; ++i) count_bin(bins, (key[i] - low) >> shift, active[i], at.lane);
   });
 }
 
-// The highest bin at which the count from above reaches s.wanted, told to every block of the cluster. By the first block's
-// threads.
+// The highest bin at which the count from above reaches s.wanted, told to every block of the cluster: the new interval, or, where
+// all of the bin is wanted, that nothing more is. By the first block's threads.
 __device__ __forceinline__ void choose_bin(const Cluster& cluster, Shared& s, const Place& at, int blocks, int shift) {
   constexpr int kMine = kBins / kThreads;
   uint32_t mine[kMine], sum = 0;
@@ -148,28 +149,38 @@ __device__ __forceinline__ void choose_bin(const Cluster& cluster, Shared& s, co
     all += s.maxima[warp];
   }
   const uint32_t wanted = s.wanted;
-  const uint32_t prefix = s.prefix;
-  __syncthreads();  // wanted and prefix are read before they change
-  if (all < wanted && threadIdx.x == 0) {
-    for (int block = 0; block < blocks; ++block) cluster.map_shared_rank(&s, block)->wanted = 0;
+  const uint32_t low = s.low;
+  __syncthreads();  // both are read before they change
+  if (all < wanted && threadIdx.x == 0) {  // fewer than k can be picked at all
+    for (int block = 0; block < blocks; ++block) {
+      Shared* other = cluster.map_shared_rank(&s, block);
+      other->low = 0, other->wanted = 0;
+    }
   }
   if (wanted <= before || wanted > before + sum) return;
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
     if (wanted > before && wanted <= before + mine[i]) {
+      const uint32_t start = low + (static_cast<uint32_t>(kBins - 1 - (threadIdx.x * kMine + i)) << shift), take = wanted - before;
+      const bool whole = take == mine[i];
       for (int block = 0; block < blocks; ++block) {
         Shared* other = cluster.map_shared_rank(&s, block);
-        other->prefix = prefix | static_cast<uint32_t>(kBins - 1 - (threadIdx.x * kMine + i)) << shift;
-        other->wanted = wanted - before;
+        other->low = whole ? start - 1 : start;
+        other->wanted = whole ? 0 : take;
       }
     }
     before += mine[i];
   }
 }
 
-// A value that at least `k` columns of the cluster reach: the smallest of what each block's threads reach often enough.
-__device__ __forceinline__ uint32_t lower_bound(const Cluster& cluster, const Call& c, Shared& s, const Place& at,
+// Into s.low a value that at least k columns of the cluster reach, if that many can be picked: the smallest of what each block's
+// threads reach often enough. Returns the highest value less that.
+__device__ __forceinline__ uint32_t bound_below(const Cluster& cluster, const Call& c, Shared& s, const Place& at,
                                                 uint32_t largest) {
+  if (threadIdx.x == 0) s.own_top = 0;
+  __syncthreads();
+  const uint32_t top_of_warp = __reduce_max_sync(kAll, largest);
+  if (at.lane == 0) atomicMax(&s.own_top, top_of_warp);
   const int wanted = (c.k + c.blocks - 1) / c.blocks;
   if (wanted <= kThreads) {
     s.maxima[threadIdx.x] = largest;
@@ -187,11 +198,17 @@ __device__ __forceinline__ uint32_t lower_bound(const Cluster& cluster, const Ca
   }
   cluster_wait();  // every block has begun
   __syncthreads();
-  if (threadIdx.x < c.blocks) cluster.map_shared_rank(&s, threadIdx.x)->bounds[at.rank] = s.own_bound;
+  if (threadIdx.x < c.blocks) {
+    Shared* other = cluster.map_shared_rank(&s, threadIdx.x);
+    other->bounds[at.rank] = s.own_bound, other->tops[at.rank] = s.own_top;
+  }
   cluster_sync();
-  uint32_t bound = s.bounds[0];
-  for (int block = 1; block < c.blocks; ++block) bound = min(bound, s.bounds[block]);
-  return max(bound, 1u);
+  uint32_t bound = s.bounds[0], top = s.tops[0];
+  for (int block = 1; block < c.blocks; ++block) bound = min(bound, s.bounds[block]), top = max(top, s.tops[block]);
+  bound = max(bound, 1u);
+  if (threadIdx.x == 0) s.low = bound;
+  __syncthreads();
+  return top > bound ? top - bound : 0;
 }
 
 // Writes the picked columns of this warp to their places, and -1 behind the last.
@@ -199,7 +216,7 @@ template <typename Source>
 __device__ __forceinline__ void write_picked(const Cluster& cluster, const Call& c, Shared& s, const Place& at,
                                              const uint4* kept) {
   const int fit = s.wanted;
-  const uint32_t kth = fit == 0 ? 0 : s.prefix;
+  const uint32_t kth = s.low;
   int above = 0, equal = 0;
   sweep<Source>(c, at, kept, [&](int, const uint4& key) {
     above += (key.x > kth) + (key.y > kth) + (key.z > kth) + (key.w > kth);
@@ -261,17 +278,16 @@ __global__ void __launch_bounds__(kThreads, 4) kernel(const __grid_constant__ Ca
   at.first = (at.rank * kWarps + at.warp) * c.segment;
   cluster_arrive();
   for (int bin = threadIdx.x; bin < kBins; bin += kThreads) s.bins[bin] = s.sums[bin] = 0;
-  if (threadIdx.x == 0) s.prefix = 0, s.wanted = c.k;
+  if (threadIdx.x == 0) s.wanted = c.k;
   uint32_t largest = 0;
   sweep_memory<Source>(c, at, [&](int step, const uint4& key) {
     if (c.cached) kept[(at.warp * (c.segment / kStep) + step) * 32 + at.lane] = key;
     largest = max(largest, max(max(key.x, key.y), max(key.z, key.w)));
   });
-  const uint32_t bound = lower_bound(cluster, c, s, at, largest);
-#pragma unroll 1
-  for (int pass = 0; pass < 3; ++pass) {
-    const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, known = 11 * pass;
-    count_columns<Source>(c, at, kept, s.bins, bound, s.prefix, known, shift);
+  int width = 32 - __clz(bound_below(cluster, c, s, at, largest));  // the interval has 2^width values
+  do {
+    const int shift = max(width - kBinBits, 0);
+    count_columns<Source>(c, at, kept, s.bins, s.low, width == 32 ? kAll : (1u << width) - 1, shift);
     __syncthreads();
     uint32_t* sums = cluster.map_shared_rank(s.sums, 0);
     for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
@@ -282,8 +298,8 @@ __global__ void __launch_bounds__(kThreads, 4) kernel(const __grid_constant__ Ca
     cluster_sync();
     if (at.rank == 0) choose_bin(cluster, s, at, c.blocks, shift);
     cluster_sync();
-    if (s.wanted == 0) break;
-  }
+    width = shift;
+  } while (s.wanted != 0 && width > 0);
   write_picked<Source>(cluster, c, s, at, kept);
 }
 
