@@ -100,7 +100,7 @@ def test_an_h200_is_found_with_its_memory_and_what_is_known_of_its_kernels(calls
     monkeypatch.setattr(gpu, "triton_version", lambda: "3.6.0")
     (device,) = CudaOnHost().probe()
     assert (device.index, device.name, device.emulated, device.memory_bytes) == (0, "NVIDIA H200", False, 141 << 30)
-    assert device.details["capability"] == "9.0" and device.details["state"] == "written"
+    assert device.details["capability"] == "9.0" and device.details["state"] == "runs"
     assert device.details["kernels"].endswith("Triton")
     assert CudaOnHost().memory_info(0).total_bytes == 141 << 30 and CudaOnHost().capabilities(0).float8
 

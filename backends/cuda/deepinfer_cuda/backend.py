@@ -130,8 +130,9 @@ def _has_native_kernels(one: gpu.Gpu) -> bool:
 def _details(one: gpu.Gpu) -> dict[str, str]:
     lacking = gpu.missing_for_kernels(one)
     offered = [*(["CUDA C++"] if _has_native_kernels(one) else []), *([] if lacking else ["Triton"])]
+    state = "runs" if one.capability == native_library.CAPABILITY else "assembles"
     return {
-        "state": "written", "capability": "{}.{}".format(*one.capability), "multiprocessors": str(one.multiprocessors),
+        "state": state, "capability": "{}.{}".format(*one.capability), "multiprocessors": str(one.multiprocessors),
         "cuda": str(torch.version.cuda), "triton": gpu.triton_version() or "none",
         "kernels": " and ".join(offered) or f"none, the references serve ({lacking})",
     }  # fmt: skip

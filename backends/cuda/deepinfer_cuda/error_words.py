@@ -1,6 +1,6 @@
 """What the words of CUDA's and NCCL's errors mean, and what is likely behind them.
 
-Names and meanings are those of the page or public thread named with each; nothing here was seen on a GPU by this project.
+Names and meanings are those of the page or public thread named with each.
 """
 
 from __future__ import annotations

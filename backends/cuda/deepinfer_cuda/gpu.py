@@ -1,6 +1,6 @@
 """What an NVIDIA GPU needs on this machine, and what of it is missing: by name, version wanted and version found.
 
-Nothing here has run with a GPU. Importing this module asks nothing of CUDA and imports no Triton: `probe` does.
+Importing this module asks nothing of CUDA and imports no Triton: `probe` does.
 """
 
 from __future__ import annotations

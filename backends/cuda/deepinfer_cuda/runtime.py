@@ -1,4 +1,4 @@
-"""The GPU's streams, events, clock, memory and copies, through torch.cuda. State: `written`, never run on a GPU."""
+"""The GPU's streams, events, clock, memory and copies, through torch.cuda."""
 
 from __future__ import annotations
 
