@@ -95,7 +95,7 @@ def drawn(runner: Runner, logits: np.ndarray, temperature: float) -> list[int]:
     history = torch.from_numpy(np.stack([text()[:5], text()[5:10]]))
     slots, positions = torch.from_numpy((row % 2).astype(np.int32)), torch.from_numpy(row.astype(np.int32))
     step = SampledStep()
-    runner.sampler(step, torch.from_numpy(logits.copy()), batch, slots, positions, history, torch.from_numpy)
+    runner.sampler(step, torch.from_numpy(logits.copy()), batch, slots, positions, history, runner.staging.upload)
     assert not step.nan_flags.any()
     return step.tokens.tolist()
 

@@ -113,13 +113,13 @@ def define_vendor_ops(spec: str) -> None:
 def generate(backend: str, tokens: int) -> list[int]:
     """Greedy tokens of nano with the references forbidden: `ascend:0` is the NPU device over the twin's library, bound as
     CANN's would be, `ascend:twin` the twin. The NPU's comes first in a process: the twin's own binding then minds the
-    bounds of its own calls."""
+    bounds of its own calls. The stand-in's graphs record nothing, so nothing is captured."""
     from deepinfer import LLM, SamplingParams
 
     if backend == "ascend:0":
         open_with_library(json.dumps({"architecture": "dav-3510", "cann": "9.2.0"}))
         entry = EntryPoint("ascend", f"{__name__}:NpuOnHost", registry.GROUP)
         registry._entries = lambda: {"ascend": entry}
-    llm = LLM("nano", backend=backend, max_model_len=128, fallback="forbid")
+    llm = LLM("nano", backend=backend, max_model_len=128, fallback="forbid", enforce_eager=True)
     (output,) = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=tokens))
     return list(output.outputs[0].token_ids)
