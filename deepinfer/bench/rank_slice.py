@@ -65,7 +65,7 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
     for tokens in load.prefill:
         steps.append(bench.step({"kind": "prefill", "requests": 1, "tokens": tokens}, 0, 1, tokens, tokens in load.ops_at))
     bench.bind(0)
-    bench.ceilings = bench.ceilings.best(measure_ceilings(backend, index, _CEILING_BYTES))
+    bench.measure_ceilings_again()
     result = {
         "device": f"{backend.name}:{index}",
         "device_name": next((one.name for one in backend.probe() if one.index == index), ""),
@@ -134,6 +134,13 @@ class _Bench:
         except Exception as error:  # a benchmark of many sizes outlives one that cannot be run
             self.say(f"{what}: {type(error).__name__}: {error}")
             return {**what, "error": f"{type(error).__name__}: {error}"}
+
+    def measure_ceilings_again(self) -> None:
+        """Keeps the higher of each ceiling, or the first ones where a step has left the device unusable."""
+        try:
+            self.ceilings = self.ceilings.best(measure_ceilings(self.backend, self.index, _CEILING_BYTES))
+        except Exception as error:  # as in `step`
+            self.say(f"ceilings, a second time: {type(error).__name__}: {error}")
 
     def gap(self, requests: int, steps: int) -> dict[str, Any]:
         """The engine's own loop at a request count; an entry with its error if it fails."""

@@ -146,6 +146,13 @@ class TestMeasuring:
         assert found["whole_model"] == [] and found["missing_kinds"]
 
 
+def test_a_device_that_a_step_left_unusable_loses_no_result(monkeypatch):
+    ceilings = [rank_slice.measure_ceilings(CpuBackend(), 0, 1 << 20)]
+    monkeypatch.setattr(rank_slice, "measure_ceilings", lambda *given: ceilings.pop())
+    found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), 128, (), ()))
+    assert found["steps"][0]["finite"] and found["ceilings"]["bandwidth"] > 0
+
+
 def test_steps_after_the_time_given_are_left_out_and_say_so():
     found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), 128, (64,), (1,), gap_steps=1, seconds=1e-6))
     assert {one["error"] for one in (*found["steps"], *found["gaps"])} == {"not run: the time given to the benchmark was spent"}
