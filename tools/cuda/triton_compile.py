@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> None:
         if names and problem.name not in names:
             continue
         for made in launches(problem, target):
-            key = (made.name, str(made.constants), tuple(type(value).__name__ for value in made.args))
+            key = (problem.op, made.name, str(made.constants), tuple(type(value).__name__ for value in made.args))
             if key not in seen:
                 seen.add(key)
                 print(json.dumps(assemble(problem, target, made)), flush=True)

@@ -44,7 +44,7 @@ def weigh(x, peak, rate):
 
 
 @triton.jit
-def collect(row, ceiling, V: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr):
+def collect(row, ceiling, V, LANES: tl.constexpr, STAGES: tl.constexpr):
     """Of each lane the four largest logits up to `ceiling`, descending, their columns, how often the first occurs, and the
     least finite logit of all, -inf where there is a NaN.
     """
@@ -71,7 +71,7 @@ def weight_above(a0, a1, a2, a3, least, peak, rate):
 
 
 @triton.jit
-def row_weight_above(row, least, peak, rate, V: tl.constexpr, LANES: tl.constexpr):
+def row_weight_above(row, least, peak, rate, V, LANES: tl.constexpr):
     """W of the row's logits above `least`."""
     lane = tl.arange(0, LANES)
     total = tl.zeros([LANES], tl.float32)
@@ -108,7 +108,7 @@ def threshold(low, high, part: tl.constexpr, by_key):
 
 
 @triton.jit
-def narrow_bracket(row, low, high, above, by_key, peak, rate, target, V: tl.constexpr, LANES: tl.constexpr):
+def narrow_bracket(row, low, high, above, by_key, peak, rate, target, V, LANES: tl.constexpr):
     """One pass: the bracket [low, high] around the boundary and W above it, about a fifth as wide."""
     lane = tl.arange(0, LANES)
     t1, t2 = threshold(low, high, 1, by_key), threshold(low, high, 2, by_key)
@@ -141,7 +141,7 @@ def cut(low, high, above, t, weight, target):
 
 
 @triton.jit
-def boundary_below(row, low, high, above, peak, rate, target, V: tl.constexpr, LANES: tl.constexpr):
+def boundary_below(row, low, high, above, peak, rate, target, V, LANES: tl.constexpr):
     """(v, W above v) where v lies in [low, high] and W above `high` is known: rounds of passes over the row."""
     rounds = 0
     while (low < high) & (rounds < LAST_ROUND):
@@ -154,7 +154,7 @@ def boundary_below(row, low, high, above, peak, rate, target, V: tl.constexpr, L
 
 
 @triton.jit
-def finish(row, low, high, above, peak, rate, target, V: tl.constexpr, LANES: tl.constexpr):
+def finish(row, low, high, above, peak, rate, target, V, LANES: tl.constexpr):
     """Collects what is left of a bracket: low and high meet if the boundary is its largest logit or is kept."""
     a0, a1, a2, a3, p0, p1, p2, p3, ties, rest = collect(row, high, V, LANES, STAGES)
     top = tl.max(a0, axis=0)

@@ -21,7 +21,7 @@ fill its share of the bandwidth."""
 
 
 @triton.jit
-def load_logits(row, column, V: tl.constexpr):
+def load_logits(row, column, V):
     """float32 logits of the columns; -inf past the vocabulary."""
     return tl.load(row + column, mask=column < V, other=float("-inf"))
 
@@ -50,7 +50,7 @@ def insert(x, place, a0, a1, a2, a3, p0, p1, p2, p3):
 
 
 @triton.jit
-def softmax_stats(row, V: tl.constexpr, LANES: tl.constexpr):
+def softmax_stats(row, V, LANES: tl.constexpr):
     """(largest logit, sum of exp(x - largest)) of a row in one pass: every lane rescales its own sum."""
     lane = tl.arange(0, LANES)
     peak = tl.full([LANES], float("-inf"), tl.float32)

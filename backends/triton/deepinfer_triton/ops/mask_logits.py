@@ -56,7 +56,7 @@ def is_allowed(allowed, words, s, token, inside):
 def mask_kernel(
     history, history_stride, slots, prompt_len, length, repetition, presence, frequency, allowed, words, logits,
     logits_stride,
-    V: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, PIECE: tl.constexpr, WIDE: tl.constexpr,
+    V, HIGH: tl.constexpr, LOW: tl.constexpr, PIECE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     base = tl.program_id(1) * (HIGH * LOW)
@@ -83,7 +83,7 @@ def mask_kernel(
 @triton.jit(do_not_specialize=["rows", "entries", "steps"])
 def bias_kernel(
     offsets, ids, values, allowed, words, logits, logits_stride, rows, entries, steps,
-    V: tl.constexpr, ENTRIES: tl.constexpr,
+    V, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The first entry of an id in its row adds the values of all that name it, in their order."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
@@ -119,13 +119,13 @@ def mask_logits(
     words = 0 if allowed is None else allowed.shape[1]
     launch(
         mask_kernel, (rows, triton.cdiv(vocab, HIGH * LOW)), history, history.stride(0), slots, prompt_len, length,
-        repetition, presence, frequency, allowed, words, logits, logits.stride(0),
-        V=vocab, HIGH=HIGH, LOW=LOW, PIECE=PIECE, WIDE=target.dot == "f32", warps=8,
+        repetition, presence, frequency, allowed, words, logits, logits.stride(0), vocab,
+        HIGH=HIGH, LOW=LOW, PIECE=PIECE, WIDE=target.dot == "f32", warps=8,
     )  # fmt: skip
     if rows:
         launch(
             bias_kernel, (triton.cdiv(bias_ids.shape[0], ENTRIES),), bias_offsets, bias_ids, bias_values, allowed, words,
-            logits, logits.stride(0), rows, bias_ids.shape[0], rows.bit_length(), V=vocab, ENTRIES=ENTRIES, warps=2,
+            logits, logits.stride(0), rows, bias_ids.shape[0], rows.bit_length(), vocab, ENTRIES=ENTRIES, warps=2,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from deepinfer_triton.vocabulary import FIRST_STAGES, WIDE_LANES, WIDE_WARPS, is
 
 
 @triton.jit
-def nan_row_flags_kernel(logits, logits_stride, flags, V: tl.constexpr, LANES: tl.constexpr):
+def nan_row_flags_kernel(logits, logits_stride, flags, V, LANES: tl.constexpr):
     s = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     peak = tl.full([LANES], float("-inf"), tl.float32)
@@ -27,7 +27,7 @@ def nan_row_flags_kernel(logits, logits_stride, flags, V: tl.constexpr, LANES: t
 
 def nan_row_flags(target: Target, logits, flags) -> None:
     rows, vocab = logits.shape
-    launch(nan_row_flags_kernel, (rows,), logits, logits.stride(0), flags, V=vocab, LANES=WIDE_LANES, warps=WIDE_WARPS)
+    launch(nan_row_flags_kernel, (rows,), logits, logits.stride(0), flags, vocab, LANES=WIDE_LANES, warps=WIDE_WARPS)
 
 
 MAKERS = [offer("nan_row_flags", nan_row_flags, supports=serves(), targets=NVIDIA)]

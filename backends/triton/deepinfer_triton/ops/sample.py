@@ -46,7 +46,7 @@ def ties_within(v, above, peak, rate, target):
 
 @triton.jit
 def survivors(
-    row, a0, a1, a2, a3, p0, p1, p2, p3, lowest, peak, top_k, top_p, temperature, V: tl.constexpr, LANES: tl.constexpr
+    row, a0, a1, a2, a3, p0, p1, p2, p3, lowest, peak, top_k, top_p, temperature, V, LANES: tl.constexpr
 ):
     """(floor, ties, least, kept logits, their columns): logits above `floor` survive top-k and top-p, and the first `ties` of
     those equal to it; all logits above `least` are kept. A boundary below what is kept gives the kept ones up.
@@ -126,7 +126,7 @@ def draw_kept(
 
 
 @triton.jit
-def draw_row(row, floor, ties, least, temperature, seed, position, purpose, V: tl.constexpr, LANES: tl.constexpr):
+def draw_row(row, floor, ties, least, temperature, seed, position, purpose, V, LANES: tl.constexpr):
     """The token of the best noisy logit of the row; -1 if it has a NaN, +inf, or nothing but -inf."""
     lane = tl.arange(0, LANES)
     broken = tl.zeros([LANES], tl.int32)
@@ -153,7 +153,7 @@ def draw_row(row, floor, ties, least, temperature, seed, position, purpose, V: t
 
 @triton.jit
 def draw_filtered(
-    row, temperature, top_k, top_p, min_p, seed, position, purpose, V: tl.constexpr, LANES: tl.constexpr
+    row, temperature, top_k, top_p, min_p, seed, position, purpose, V, LANES: tl.constexpr
 ):
     """(token, floor, ties, least) of a row with top-k, top-p or min-p: the token is -1 if the row is unusable, and UNKNOWN if
     some of what survives is not kept: logits above `floor`, `ties` of those equal to it, and of those the ones that come to
@@ -177,7 +177,7 @@ def draw_filtered(
 
 
 @triton.jit
-def greedy(row, V: tl.constexpr, LANES: tl.constexpr):
+def greedy(row, V, LANES: tl.constexpr):
     """The token of the largest logit; -1 if the row is unusable."""
     lane = tl.arange(0, LANES)
     broken = tl.zeros([LANES], tl.int32)
@@ -195,7 +195,7 @@ def greedy(row, V: tl.constexpr, LANES: tl.constexpr):
 @triton.jit
 def sample_kernel(
     logits, logits_stride, temperatures, top_ks, top_ps, min_ps, seeds, positions, purpose, tokens,
-    V: tl.constexpr, LANES: tl.constexpr,
+    V, LANES: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     row = logits + s * logits_stride
@@ -220,7 +220,7 @@ def sample(target: Target, logits, temperature, top_k, top_p, min_p, seeds, posi
     rows, vocab = logits.shape
     launch(
         sample_kernel, (rows,), logits, logits.stride(0), temperature, top_k, top_p, min_p, seeds, positions, purpose,
-        tokens, V=vocab, LANES=LANES, warps=WARPS,
+        tokens, vocab, LANES=LANES, warps=WARPS,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def keys_of(x):
 
 
 @triton.jit
-def rank_of(row, chosen, own, V: tl.constexpr, LANES: tl.constexpr):
+def rank_of(row, chosen, own, V, LANES: tl.constexpr):
     """(how many logits come before the chosen column's, whether the row has a NaN or +inf)."""
     lane = tl.arange(0, LANES)
     before = tl.zeros([LANES], tl.int32)
@@ -41,7 +41,7 @@ def rank_of(row, chosen, own, V: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def first_after(row, last_key, last_column, V: tl.constexpr, LANES: tl.constexpr):
+def first_after(row, last_key, last_column, V, LANES: tl.constexpr):
     """Each lane's four first columns after (last_key, last_column): their keys and tile starts, in order."""
     lane = tl.arange(0, LANES)
     k0 = tl.full([LANES], NONE, tl.int32)
@@ -59,7 +59,7 @@ def first_after(row, last_key, last_column, V: tl.constexpr, LANES: tl.constexpr
 
 
 @triton.jit
-def store_best(row, peak, log_total, ids, values, best, V: tl.constexpr, LANES: tl.constexpr):
+def store_best(row, peak, log_total, ids, values, best, V, LANES: tl.constexpr):
     """The `best` first columns of a usable row in order, and their log-probabilities."""
     lane = tl.arange(0, LANES)
     last_key, last_column, taken = tl.full([], 0x7FFFFFFF, tl.int32), -1, 0
@@ -84,7 +84,7 @@ def store_best(row, peak, log_total, ids, values, best, V: tl.constexpr, LANES: 
 
 @triton.jit(do_not_specialize=["best"])
 def top_logprobs_kernel(
-    logits, logits_stride, chosen, chosen_logprob, chosen_rank, ids, values, best, V: tl.constexpr, LANES: tl.constexpr
+    logits, logits_stride, chosen, chosen_logprob, chosen_rank, ids, values, best, V, LANES: tl.constexpr
 ):
     s = tl.program_id(0).to(tl.int64)
     row = logits + s * logits_stride
@@ -109,7 +109,7 @@ def top_logprobs(target: Target, logits, chosen, chosen_logprob, chosen_rank, id
     rows, vocab = logits.shape
     launch(
         top_logprobs_kernel, (rows,), logits, logits.stride(0), chosen, chosen_logprob, chosen_rank, ids, values, ids.shape[1],
-        V=vocab, LANES=LANES, warps=WARPS,
+        vocab, LANES=LANES, warps=WARPS,
     )  # fmt: skip
 
 
