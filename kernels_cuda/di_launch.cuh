@@ -67,6 +67,21 @@ cudaError_t allow_shared(int bytes) {
   return status;
 }
 
+// Starts `kernel` while the kernel before it on the stream still runs; it must call wait_for_producer() (di_ptx.cuh) before it
+// touches what that one, or any earlier one, reads or writes.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                                  const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);

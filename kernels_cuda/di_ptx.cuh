@@ -109,6 +109,13 @@ __device__ __forceinline__ void registers_up() {
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// ---- a kernel that launch_early started (di_launch.cuh), and the one before it
+
+// Lets the dependent kernel's blocks start once every block of this one has called it or ended.
+__device__ __forceinline__ void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Waits until the kernel before has ended and what it wrote is seen; returns at once in a kernel that was started as usual.
+__device__ __forceinline__ void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- copies from global to shared memory that complete on a barrier
 
 // `bytes`, both addresses: multiples of 16.

@@ -12,6 +12,9 @@ Each op's own time comes from a graph of that op alone over the same buffers, in
     cold    every layer has buffers of its own, as if all activations came from memory
     warm    layers share their activations and have weights of their own, as a step runs them
 
+The small ops of layers that own compressed rows, an indexer or an Engram table are listed after them, each with how many of the
+40 layers run it; `source_us_per_layer` is what they add to a layer on average.
+
 Outputs are checked against the cards' float64 references before anything is timed. floor_us is the larger of what one launch
 costs inside a graph and the card's bytes over the copy rate, both measured in the same run.
 """
@@ -37,12 +40,16 @@ from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.kernel import CallSpec, Yes  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
 from deepinfer_hal.row_layout import block_bytes  # noqa: E402
+from deepinfer_hal.weights import CanonicalWeight, WeightHandle  # noqa: E402
 from report import store  # noqa: E402
 
 H, STREAMS, HEADS, D, ROPE, LORA, EXPERTS, TOP_K, INTER = 5120, 4, 64, 512, 64, 1280, 384, 6, 2304
 RING, POSITIONS, EPS = 134, 65536, 1e-20
-BF16, F32, U8, I32 = torch.bfloat16, torch.float32, torch.uint8, torch.int32
+LAYERS, INDEX_HEADS, INDEX_D, CARRY, NGRAMS, ENGRAM_D, TABLE_ROWS, VOCAB = 40, 32, 128, 7, 24, 256, 1 << 21, 129280
+BF16, F32, U8, I32, I64 = torch.bfloat16, torch.float32, torch.uint8, torch.int32, torch.int64
 CODE_SHARE = 0.01
+TURNS = 4
+"""How often a graph goes round its layers, so that starting it weighs little."""
 
 
 def weights(gen: torch.Generator, device: str) -> SimpleNamespace:
@@ -115,6 +122,60 @@ def calls(w: SimpleNamespace, a: SimpleNamespace) -> Iterator[tuple[str, str, tu
     yield "unpermute", "unpermute", (a.expert_out, a.inverse, a.shared_out, None, a.y)
 
 
+def engram(gen: torch.Generator, device: str) -> SimpleNamespace:
+    """An Engram layer's weights; its table has 2 097 152 rows (0.6 GB) in place of 384 million."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (1 + torch.randn(shape, generator=gen, device=device) * 0.2).to(BF16)
+
+    def random(high: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=gen, device=device).to(dtype)
+
+    codes, scales = random(120, TABLE_ROWS, ENGRAM_D, dtype=U8), random(8, TABLE_ROWS, ENGRAM_D // 32, dtype=U8) + 118
+    primes = torch.tensor([TABLE_ROWS // NGRAMS - 2 * i for i in range(NGRAMS)], dtype=I64, device=device)
+    return SimpleNamespace(
+        table=WeightHandle("engram_table", CanonicalWeight("fp8_row32", codes, scales)), primes=primes,
+        offsets=primes.cumsum(0) - primes, multipliers=random(1 << 45, 4, dtype=I64) * 2 + 1,
+        token_map=random(99092, VOCAB, dtype=I32), q_weight=normal(STREAMS, H), k_weight=normal(STREAMS, H),
+    )  # fmt: skip
+
+
+def source_calls(w: SimpleNamespace, a: SimpleNamespace, e: SimpleNamespace, gen: torch.Generator) -> Iterator[Any]:
+    """(name, op, arguments, layers of 40 that run it) of what only some layers run; every second row completes a pair."""
+    rows, device = a.y.shape[0], a.y.device
+
+    def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.randn(shape, generator=gen, device=device).to(dtype)
+
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    every, paged = torch.arange(rows, dtype=I32, device=device), "fp4_16"
+    complete = torch.where(a.positions % 2 == 1, every, -1)
+    slots, carry = torch.where(complete >= 0, every * 64, -1), normal(rows, CARRY, 2, D, dtype=F32)
+    starts = torch.arange(rows + 1, dtype=I32, device=device)
+    gated = (normal(rows, D, dtype=F32), normal(rows, D, dtype=F32), a.positions, every, starts, every, complete)
+    latent = normal(rows, D)
+    yield "compressor", "compress_kv", (*gated, 2, carry, latent), 3
+    main, keys = empty(rows, block_bytes(paged, D, 64), dtype=U8), empty(rows, block_bytes("mxfp4_32", INDEX_D, 64), dtype=U8)
+    where = (EPS, a.positions, a.table, slots)
+    yield "compressed row", "write_kv", (latent, w.norms[3], *where, paged, 64, None, main, empty(rows, D)), 4
+    index = (normal(rows, INDEX_D), w.norms[3][:INDEX_D])
+    yield "index key", "write_kv", (*index, *where, "mxfp4_32", 64, None, keys, None), 4
+    query = normal(rows, INDEX_HEADS, INDEX_D)
+    yield "index rope", "rope", (a.positions, a.table, False, None, query), 8
+    width = INDEX_HEADS * INDEX_D
+    coded = (empty(rows, width // 2, dtype=U8), empty(rows, width // 32, dtype=U8))
+    yield "index codes", "quantise", (query.view(rows, -1), "mxfp4_32", None, *coded, None), 8
+    ngrams = torch.randint(0, VOCAB, (rows, 4), generator=gen, device=device).to(I32)
+    found, width = empty(rows, NGRAMS, dtype=I64), NGRAMS * ENGRAM_D
+    yield "Engram hash", "engram_hash", (ngrams, e.token_map, e.multipliers, e.primes, e.offsets, 2, None, found), 2
+    coded = (empty(rows, width, dtype=U8), empty(rows, width // 32, dtype=U8))
+    yield "Engram lookup", "engram_lookup", (found, e.table, None, *coded), 2
+    kv = normal(rows, (STREAMS + 1) * H)
+    yield "Engram gate", "engram_gate", (kv, e.q_weight, e.k_weight, EPS, None, a.streams), 2
+
+
 def offered(provider: str | None, changes: dict[str, int]) -> dict[str, Any]:
     """Op to the kernel of the highest priority that the backend offers, of one provider if asked."""
     from deepinfer_cuda import gpu
@@ -129,7 +190,7 @@ def offered(provider: str | None, changes: dict[str, int]) -> dict[str, Any]:
         made = kernels_of(found)
     chosen: dict[str, Any] = {}
     for kernel in sorted(made, key=lambda kernel: kernel.priority):
-        statics = {"x": "bf16", "streams": "bf16", "format": "fp8_32"}
+        statics = {"x": "bf16", "streams": "bf16", "out": "bf16", "format": "fp8_32", "m": STREAMS, "H": H, "E": EXPERTS}
         if provider in (None, kernel.provider) and isinstance(kernel.supports(CallSpec(kernel.op, statics)), Yes):
             chosen[kernel.op] = kernel
     return chosen
@@ -156,7 +217,8 @@ def check(name: str, op: str, fn: Callable[..., None], args: tuple[Any, ...]) ->
     with float64_reference():
         card.reference(*want)
     fn(*got)
-    torch.cuda.synchronize()
+    if any(isinstance(value, torch.Tensor) and value.is_cuda for value in args):
+        torch.cuda.synchronize()
     for (arg, expected), result in zip(card.bind_args(want, {}).items(), got, strict=True):
         if arg not in card.outputs() or expected is None:
             continue
@@ -231,24 +293,37 @@ def measure(rows: int, layers: int, samples: int, kernels: dict[str, Any]) -> di
     cold = [activations(rows, gen, "cuda") for _ in range(layers)]
     modes = {"cold": list(zip(own, cold, strict=True)), "warm": [(w, cold[0]) for w in own]}
     launch_us, rate = ceilings(samples)
-    ops, wrong = [], []
-    plans = {mode: [list(calls(w, a)) for w, a in pairs] for mode, pairs in modes.items()}
-    for index, (name, op, args) in enumerate(plans["cold"][0]):
+    wrong: list[str] = []
+
+    def per_layer(plan: list[tuple[str, str, tuple[Any, ...]]]) -> float:
+        return microseconds(sequence(kernels, plan * TURNS), samples) / (layers * TURNS)
+
+    def row_of(name: str, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
         if fault := check(name, op, kernels[op].fn, args):
             wrong.append(fault)
         kernels[op].fn(*args)  # what follows reads it
         nbytes = get_card(op).cost(get_card(op).bind_args(args, {})).bytes
-        row = {"name": name, "op": op, "symbol": kernels[op].symbol, "bytes": nbytes}
-        row["floor_us"] = max(launch_us, nbytes / rate * 1e6)
-        for mode, plan in plans.items():
-            row[f"{mode}_us"] = microseconds(sequence(kernels, [layer[index] for layer in plan]), samples) / layers
-        ops.append(row)
+        floor = max(launch_us, nbytes / rate * 1e6)
+        return {"name": name, "op": op, "symbol": kernels[op].symbol, "bytes": nbytes, "floor_us": floor}
+
+    plans = {mode: [list(calls(w, a)) for w, a in pairs] for mode, pairs in modes.items()}
+    ops = []
+    for index, call in enumerate(plans["cold"][0]):
+        row = row_of(*call)
+        ops.append(row | {f"{mode}_us": per_layer([layer[index] for layer in plan]) for mode, plan in plans.items()})
+    table = engram(gen, "cuda")
+    others = [list(source_calls(w, a, table, gen)) for w, a in modes["cold"]]
+    sources = []
+    for index, (*call, of_layers) in enumerate(others[0]):
+        row = row_of(*call)
+        sources.append({**row, "layers": of_layers, "cold_us": per_layer([layer[index][:3] for layer in others])})
     result = {"rows": rows, "layers": layers, "launch_us": launch_us, "copy_bytes_per_second": rate, "wrong": wrong}
     for mode, plan in plans.items():
-        result[f"{mode}_layer_us"] = microseconds(sequence(kernels, list(itertools.chain(*plan))), samples) / layers
+        result[f"{mode}_layer_us"] = per_layer(list(itertools.chain(*plan)))
         result[f"{mode}_ops_us"] = sum(row[f"{mode}_us"] for row in ops)
-    floor = sum(row["floor_us"] for row in ops)
-    return {"gpu": torch.cuda.get_device_name(), **result, "floor_us": floor, "ops": ops}
+    result["floor_us"] = sum(row["floor_us"] for row in ops)
+    result["source_us_per_layer"] = sum(row["cold_us"] * row["layers"] for row in sources) / LAYERS
+    return {"gpu": torch.cuda.get_device_name(), **result, "ops": ops, "source_ops": sources}
 
 
 def main(arguments: list[str]) -> int:
@@ -264,8 +339,10 @@ def main(arguments: list[str]) -> int:
     result = measure(options.rows, options.layers, options.samples, offered(options.provider, changes))
     for row in result["ops"]:
         print("{name:16s} cold {cold_us:6.2f}  warm {warm_us:6.2f}  floor {floor_us:5.2f} us  {symbol}".format(**row))
-    print("a layer: cold {cold_layer_us:.2f}, warm {warm_layer_us:.2f}, sums of ops {cold_ops_us:.2f} and {warm_ops_us:.2f},"
-          " floor {floor_us:.2f} us; a launch {launch_us:.2f} us".format(**result))  # fmt: skip
+    for row in result["source_ops"]:
+        print("{name:16s} cold {cold_us:6.2f}  in {layers} of 40   floor {floor_us:5.2f} us  {symbol}".format(**row))
+    print("a layer: cold {cold_layer_us:.2f}, warm {warm_layer_us:.2f}, sums of ops {cold_ops_us:.2f} and {warm_ops_us:.2f}, "
+          "floor {floor_us:.2f} us; sources add {source_us_per_layer:.2f}; launch {launch_us:.2f}".format(**result))  # fmt: skip
     print("\n".join(result["wrong"]) or "all outputs agree with their cards")
     if options.report:
         store(options.report, shlex.join(["python", "tools/cuda/bench_layer_small.py", *arguments]), result)

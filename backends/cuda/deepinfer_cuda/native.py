@@ -11,6 +11,7 @@ from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 from deepinfer_cuda import weights
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
 from deepinfer_cuda.serves_linear import serves_linear
+from deepinfer_cuda.small_ops import serves_site
 
 WORKSPACE_BYTES = 256 << 20
 PRIORITY = 100
@@ -98,7 +99,9 @@ def _everything(call: CallSpec) -> Yes:
 _SUPPORTS = {
     "grouped_gemm": _grouped_gemm,
     "grouped_linear": serves_linear,
+    "hyper_connection_pre": serves_site,
     "linear": serves_linear,
+    "residual_site": serves_site,
     "sparse_attention": _sparse_attention,
     "score_index": _score_index,
     "select_candidate_blocks": _everything,

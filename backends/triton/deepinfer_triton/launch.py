@@ -20,7 +20,7 @@ class Launch:
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -41,12 +41,21 @@ def recording() -> Iterator[list[Launch]]:
         _recorders.pop()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
-    """Starts `kernel` with its run-time arguments in order and its constants by name; an empty grid starts nothing."""
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, early: bool = False, **constants: Any
+) -> None:
+    """Starts `kernel` with its run-time arguments in order and its constants by name; an empty grid starts nothing.
+
+    early: the kernel calls `overlap()` first, so it may start while the one before it runs.
+    """
     if 0 in grid:
         return
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    if early:
+        from deepinfer_triton.overlap import OVERLAPS
+
+        options |= {"launch_pdl": True} if OVERLAPS.value else {}
     if _recorders:
-        options = {"num_warps": warps, "num_stages": stages}
         _recorders[-1].append(Launch(kernel, grid, args, constants, options))
         return
-    kernel[grid](*args, **constants, num_warps=warps, num_stages=stages)
+    kernel[grid](*args, **constants, **options)

@@ -1,8 +1,8 @@
-"""Hyper-connection sites in two launches: sums of column chunks by many programs, then one program per row.
+"""Hyper-connection sites: sums over chunks of a row's columns by many programs, then one program per row.
 
-`mix_kernel` has a chunk of columns of ROWS rows at a time: it puts the previous sub-layer's result into the streams (if
-there is one) and leaves its share of the site's 2m + m*m projections and of the sum of squares. `finish_kernel` adds the
-shares in the order of the columns, makes the coefficients and the collapsed (and normed) row.
+`project_kernel` leaves a chunk's share of the site's 2m + m*m projections and of the sum of squares, of ROWS rows at a
+time. `finish_kernel` adds the shares in the order of the columns and makes the coefficients and the collapsed (and normed)
+row. A post step before them is hyper_connection_post's own launch.
 
 The shares need no memory of their own: they lie in the row of the output that `finish_kernel` writes last. Products of
 BF16 streams are exact: the float32 projection is cut into three BF16 parts that add up to it. Neither chunks nor the
@@ -21,63 +21,43 @@ from deepinfer_triton.ops.stream_collapse import collapse
 from deepinfer_triton.rows import tile_width
 from deepinfer_triton.targets import Target
 
-ROWS, CHUNK = 16, 64
+ROWS, CHUNK = 16, 256
 
 
 @triton.jit
-def project(values, weight, sums, WIDE: tl.constexpr):
-    """sums plus float32 [rows, K] times float32 [N, K] transposed; unless WIDE, values are BF16 numbers."""
+def project(values, weight, WIDE: tl.constexpr):
+    """float32 [rows, K] times float32 [N, K] transposed; unless WIDE, values are BF16 numbers."""
     if WIDE:
-        return tl.dot(values, tl.trans(weight), sums, input_precision="ieee")
+        return tl.dot(values, tl.trans(weight), input_precision="ieee")
     else:
         high = weight.to(tl.bfloat16)
         rest = weight - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
         exact = values.to(tl.bfloat16)
-        sums = tl.dot(exact, tl.trans(low), sums)
+        sums = tl.dot(exact, tl.trans(low))
         sums = tl.dot(exact, tl.trans(middle), sums)
         return tl.dot(exact, tl.trans(high), sums)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def mix_kernel(
-    y, post, comb, streams, fn, count, rows, shares, share_pitch,
-    M: tl.constexpr, MP: tl.constexpr, H: tl.constexpr, MIXES: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+def project_kernel(
+    streams, fn, count, rows, shares, share_pitch,
+    WIDTH: tl.constexpr, MIXES: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     last = valid_rows(count, rows)
     if tl.program_id(1) * ROWS < last:
         t = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        k, column = tl.arange(0, MP), chunk * CHUNK + tl.arange(0, CHUNK)
-        valid, inside = t < last, column < H
-        at = streams + t[:, None, None] * (M * H) + k[None, :, None] * H + column[None, None, :]
-        whole = valid[:, None, None] & (k < M)[None, :, None] & inside[None, None, :]
-        if y is None:
-            value = tl.load(at, mask=whole, other=0.0).to(tl.float32)
-        else:
-            cut = valid[:, None] & inside[None, :]
-            result = tl.load(y + t[:, None] * H + column[None, :], mask=cut, other=0.0).to(tl.float32)
-            site = valid[:, None] & (k < M)[None, :]
-            value = tl.load(post + t[:, None] * M + k[None, :], mask=site, other=0.0)[:, :, None] * result[:, None, :]
-            for i in tl.static_range(M):
-                old = tl.load(streams + t[:, None] * (M * H) + i * H + column[None, :], mask=cut, other=0.0)
-                share = tl.load(comb + t[:, None] * (M * M) + i * M + k[None, :], mask=site, other=0.0)
-                value += share[:, :, None] * old.to(tl.float32)[:, None, :]
-            rounded = narrow(value, streams.dtype.element_ty)
-            tl.debug_barrier()  # every thread has read the old streams
-            tl.store(at, rounded, mask=whole)
-            value = rounded.to(tl.float32)
-        mix = tl.arange(0, SHARE)
-        sums = tl.zeros([ROWS, SHARE], tl.float32)
-        squares = tl.zeros([ROWS], tl.float32)
-        for i in tl.static_range(M):
-            stream = tl.sum(tl.where((k == i)[None, :, None], value, 0.0), axis=1)
-            squares += tl.sum(stream * stream, axis=1)
-            weight_at = fn + mix[:, None] * (M * H) + i * H + column[None, :]
-            weight = tl.load(weight_at, mask=(mix < MIXES)[:, None] & inside[None, :], other=0.0)
-            sums = project(stream, weight, sums, WIDE)
+        column, mix = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, SHARE)
+        valid, inside = t < last, column < WIDTH
+        values = tl.load(streams + t[:, None] * WIDTH + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        values = values.to(tl.float32)
+        there = (mix < MIXES)[:, None] & inside[None, :]
+        weight = tl.load(fn + mix[:, None] * WIDTH + column[None, :], mask=there, other=0.0)
+        sums = project(values, weight, WIDE)
+        squares = tl.sum(values * values, axis=1)
         sums = tl.where((mix == MIXES)[None, :], squares[:, None], sums)
         share_at = shares.to(tl.pointer_type(tl.float32)) + t[:, None] * share_pitch + chunk * SHARE + mix[None, :]
         tl.store(share_at, sums, mask=valid[:, None] & (mix <= MIXES)[None, :])
@@ -152,25 +132,24 @@ def finish_kernel(
 
 
 def mix(
-    target: Target, y, post, comb, fn, base, scale, pre_prev, norm_weight, rms_eps, hc_eps, iterations, count, streams,
-    out, codes, scales, pre, post_out, comb_out,
+    target: Target, fn, base, scale, pre_prev, norm_weight, rms_eps, hc_eps, iterations, count, streams, out, codes, scales,
+    pre, post, comb,
 ) -> None:  # fmt: skip
-    """A site: post step if there is a y, coefficients, collapsed input, and with norm_weight its norm and codes."""
+    """A site's coefficients and collapsed input, and with norm_weight its norm and codes."""
     rows, m, hidden = streams.shape
     mixes = (2 + m) * m
-    share, chunks = triton.next_power_of_2(mixes + 1), triton.cdiv(hidden, CHUNK)
+    share, chunks = triton.next_power_of_2(mixes + 1), triton.cdiv(m * hidden, CHUNK)
     shares, pitch = out, hidden * out.dtype.itemsize // 4
     if chunks * share > pitch:  # rows too short to hold their shares: no model's
         shares, pitch = torch.empty(rows, chunks * share, dtype=torch.float32, device=out.device), chunks * share
-    wide = target.dot == "f32" or streams.dtype == torch.float32
     launch(
-        mix_kernel, (chunks, triton.cdiv(rows, ROWS)), y, post, comb, streams, fn, count, rows, shares, pitch,
-        M=m, MP=triton.next_power_of_2(m), H=hidden, MIXES=mixes, SHARE=share, ROWS=ROWS, CHUNK=CHUNK, WIDE=wide,
-        warps=8,
+        project_kernel, (chunks, triton.cdiv(rows, ROWS)), streams, fn, count, rows, shares, pitch,
+        WIDTH=m * hidden, MIXES=mixes, SHARE=share, ROWS=ROWS, CHUNK=CHUNK,
+        WIDE=target.dot == "f32" or streams.dtype == torch.float32,
     )  # fmt: skip
     launch(
         finish_kernel, (rows,), streams, base, scale, pre_prev, norm_weight, rms_eps, hc_eps, count, rows, shares, pitch,
-        out, codes, scales, pre, post_out, comb_out,
+        out, codes, scales, pre, post, comb,
         M=m, MP=triton.next_power_of_2(m), H=hidden, TILE=tile_width(hidden), ITERATIONS=iterations,
         SHARE=share, CHUNKS=chunks, CP=triton.next_power_of_2(chunks), warps=8 if hidden > 1024 else 4,
     )  # fmt: skip

@@ -21,7 +21,7 @@ ROUND_MAGIC = tl.constexpr(8388608.0)
 
 INTERPRETING = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 NATIVE_FP8 = tl.constexpr(not INTERPRETING.value and "nvidia" in backends and "ascend" not in backends)
-"""Whether codes are decoded by the chip's own e4m3 conversion, which is exact and needs far fewer registers."""
+"""Whether codes are made and read by the chip's own e4m3 conversion, which is exact and needs far fewer instructions."""
 
 
 @triton.jit
@@ -178,8 +178,12 @@ def quantise_groups(x, FORMAT: tl.constexpr):
     sign = tl.where(finite, (bits >> 31) & 1, 0)
     if FORMAT == "fp8_32":
         scale = _ue8m0_scale(amax_bits, 0x38D1B717, 8, 0x600000)
-        scaled = magnitude * as_float(tl.maximum(254 - scale, 0) << 23)[:, None]
-        codes = encode_e4m3_magnitude(scaled) | (sign << 7)
+        inverse = as_float(tl.maximum(254 - scale, 0) << 23)[:, None]
+        if NATIVE_FP8:
+            scaled = tl.where(finite, x, 0.0) * inverse
+            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        else:
+            codes = encode_e4m3_magnitude(magnitude * inverse) | (sign << 7)
     else:
         if FORMAT == "mxfp4_32":
             scale = _ue8m0_scale(amax_bits, 0x01C00000, 2, 0x400000)

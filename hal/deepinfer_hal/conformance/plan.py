@@ -18,6 +18,7 @@ from deepinfer_hal.conformance.traces import trace_ids
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.errors import BadCall, Unsupported
 from deepinfer_hal.kernel import Kernel, reference_kernel
+from deepinfer_hal.late import LateCall
 
 OPENER = "deepinfer_hal.registry:open_backend"
 
@@ -131,13 +132,22 @@ def _from_parts(backend: Backend, index: int, card: OpCard) -> list[Kernel]:
 def subjects(backend: Backend, index: int, reference: bool) -> dict[tuple[str, str], Subject]:
     """(op, symbol) -> what is tested; the backend's preferred kernels serve as parts of composites."""
     offers = offers_of(backend, index, reference)
-    best = {op: max(kernels, key=lambda kernel: kernel.priority) for op, kernels in offers.items() if kernels}
+    best = {op: _preferred(kernels) for op, kernels in offers.items() if kernels}
     return {
         (op, kernel.symbol): Subject(get_card(op), kernel, backend, index, best)
         for op, kernels in offers.items()
         if op in all_cards()
         for kernel in kernels
     }
+
+
+def _preferred(kernels: list[Kernel]) -> Kernel:
+    """The kernel of the highest priority, which gives a call that it does not serve to the next, as a binding does."""
+    ordered = sorted(kernels, key=lambda kernel: -kernel.priority)
+    if len(ordered) == 1:
+        return ordered[0]
+    call = LateCall(get_card(ordered[0].op), ordered, False, lambda kernel, refused: None)
+    return replace(ordered[0], fn=call)
 
 
 def expand(plan: Plan, backend: Backend, index: int) -> list[Item]:

@@ -12,12 +12,13 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.overlap import overlap
 from deepinfer_triton.rows import tile_width
 from deepinfer_triton.support import ACTIVATIONS, offer, serves
 from deepinfer_triton.targets import Target
 
 FEW_PAIRS = 2048
-"""Up to so many pairs every pair looks at all others."""
+"""Up to so many pairs every pair looks at all others, if a program holds its row."""
 
 
 @triton.jit
@@ -49,23 +50,23 @@ def few_kernel(
     ids, x, x_stride, x_scale, count, rows, out, out_scale, offsets, source, inverse,
     E: tl.constexpr, K: tl.constexpr, MANY: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     pairs = valid_rows(count, rows) * K
     pair = tl.program_id(0)
     if pair < rows * K:
         if pair < pairs:
-            row = place_pair(ids, pair, pairs, E, MANY)
             token = (pair // K).to(tl.int64)
+            column, group = tl.arange(0, TILE), tl.arange(0, TILE // 32)
+            value = tl.load(x + token * x_stride + column, mask=column < WIDTH)  # comes while the row is found
+            if x_scale is not None:
+                scale = tl.load(x_scale + token * (WIDTH // 32) + group, mask=group < WIDTH // 32)
+            row = place_pair(ids, pair, pairs, E, MANY)
             tl.store(inverse + pair, row)
             tl.store(source + row, pair, mask=row >= 0)
             to = row.to(tl.int64)
-            for start in range(0, WIDTH, TILE):
-                column = start + tl.arange(0, TILE)
-                value = tl.load(x + token * x_stride + column, mask=column < WIDTH)
-                tl.store(out + to * WIDTH + column, value, mask=(column < WIDTH) & (row >= 0))
-                if x_scale is not None:
-                    group = start // 32 + tl.arange(0, TILE // 32)
-                    scale = tl.load(x_scale + token * (WIDTH // 32) + group, mask=group < WIDTH // 32)
-                    tl.store(out_scale + to * (WIDTH // 32) + group, scale, mask=(group < WIDTH // 32) & (row >= 0))
+            tl.store(out + to * WIDTH + column, value, mask=(column < WIDTH) & (row >= 0))
+            if x_scale is not None:
+                tl.store(out_scale + to * (WIDTH // 32) + group, scale, mask=(group < WIDTH // 32) & (row >= 0))
     else:
         store_offsets(ids, (pair - rows * K) * 16, pairs, offsets, E, MANY, STEP)
 
@@ -117,12 +118,12 @@ def copy_kernel(
 def permute(target: Target, x, x_scale, ids, experts, count, out, out_scale, offsets, source, inverse) -> None:
     rows, k = ids.shape
     width = x.shape[1]
-    if rows * k <= FEW_PAIRS:
+    if rows * k <= FEW_PAIRS and tile_width(width) <= target.row_columns:
         many = max(16, triton.next_power_of_2(rows * k))
         launch(
             few_kernel, (rows * k + experts // 16 + 1,), ids, x, x.stride(0), x_scale, count, rows, out, out_scale, offsets,
             source, inverse, E=experts, K=k, MANY=many, STEP=min(256, many), WIDTH=width,
-            TILE=min(target.row_columns, tile_width(width)),
+            TILE=tile_width(width), early=True,
         )  # fmt: skip
         return
     tile = min(target.columns, tile_width(width))

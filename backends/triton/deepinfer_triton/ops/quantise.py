@@ -8,6 +8,7 @@ from deepinfer_hal.formats import GROUP_SIZE
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import pack, quantise_groups, valid_rows
+from deepinfer_triton.overlap import overlap
 from deepinfer_triton.rows import tile_width
 from deepinfer_triton.support import DENSE, group_size, offer, serves
 from deepinfer_triton.targets import Target
@@ -18,6 +19,7 @@ def quantise_kernel(
     x, x_stride, count, rows, codes, scales, flags, N: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     t = tl.program_id(0)
     GROUPS: tl.constexpr = TILE // GROUP
     if t < valid_rows(count, rows):
@@ -45,7 +47,7 @@ def quantise(target: Target, x, format, count, codes, scales, flags=None) -> Non
     tile = min(target.columns, tile_width(width))
     launch(
         quantise_kernel, (rows, triton.cdiv(width, tile)), x, x.stride(0), count, rows, codes, scales, flags,
-        N=width, TILE=tile, GROUP=group_size("quantise", format), FORMAT=format,
+        N=width, TILE=tile, GROUP=group_size("quantise", format), FORMAT=format, early=True,
     )  # fmt: skip
 
 

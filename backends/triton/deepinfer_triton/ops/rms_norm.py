@@ -9,6 +9,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, quantise_groups, valid_rows
+from deepinfer_triton.overlap import overlap
 from deepinfer_triton.rows import tile_width
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
@@ -36,6 +37,7 @@ def store_normed(
 def rms_norm_kernel(
     x, x_stride, weight, eps, count, rows, out, out_stride, codes, scales, N: tl.constexpr, TILE: tl.constexpr
 ):
+    overlap()
     t = tl.program_id(0)
     if t < valid_rows(count, rows):
         row = t.to(tl.int64)
@@ -66,7 +68,7 @@ def rms_norm(target: Target, x, weight, eps, count, out, out_codes=None, out_sca
     tile = whole if whole <= target.row_columns else target.columns
     launch(
         rms_norm_kernel, (rows,), x, x.stride(0), weight, eps, count, rows, out, 0 if out is None else out.stride(0),
-        out_codes, out_scales, N=width, TILE=tile, warps=min(16, max(1, tile // 256)),
+        out_codes, out_scales, N=width, TILE=tile, warps=min(16, max(1, tile // 256)), early=True,
     )  # fmt: skip
 
 

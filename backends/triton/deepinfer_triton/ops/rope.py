@@ -7,6 +7,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.overlap import overlap
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -26,25 +27,28 @@ def rope_kernel(
     positions, table, count, rows, heads, x, token_stride, head_stride, first, R: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     t = tl.program_id(0)
     if t < valid_rows(count, rows):
         position = tl.load(positions + t)
+        column, row = tl.arange(0, TILE), x + t.to(tl.int64) * token_stride + first
+        if HEADS == 1:  # a tile of one dimension, which every compiler takes
+            at, inside = row + tl.program_id(1).to(tl.int64) * head_stride + column, column < R
+        else:
+            head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+            at = row + head[:, None].to(tl.int64) * head_stride + column[None, :]
+            inside = (head < heads)[:, None] & (column < R)[None, :]
+        values = tl.load(at, mask=inside, other=0.0).to(tl.float32)  # does not wait for the position
         if position >= 0:
             pair = tl.arange(0, TILE // 2)
             angles = table + position.to(tl.int64) * R + pair
             cos = tl.load(angles, mask=pair < R // 2, other=0.0)
             sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
-            column, row = tl.arange(0, TILE), x + t.to(tl.int64) * token_stride + first
-            if HEADS == 1:  # a tile of one dimension, which every compiler takes
-                at, inside = row + tl.program_id(1).to(tl.int64) * head_stride + column, column < R
-                values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            if HEADS == 1:
                 turned = tl.reshape(rotate(tl.reshape(values, (TILE // 2, 2)), cos, sin, INVERSE), (TILE,))
             else:
-                head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-                at = row + head[:, None].to(tl.int64) * head_stride + column[None, :]
-                inside = (head < heads)[:, None] & (column < R)[None, :]
-                values = tl.reshape(tl.load(at, mask=inside, other=0.0).to(tl.float32), (HEADS, TILE // 2, 2))
-                turned = tl.reshape(rotate(values, cos[None, :], sin[None, :], INVERSE), (HEADS, TILE))
+                pairs = tl.reshape(values, (HEADS, TILE // 2, 2))
+                turned = tl.reshape(rotate(pairs, cos[None, :], sin[None, :], INVERSE), (HEADS, TILE))
             tl.store(at, narrow(turned, x.dtype.element_ty), mask=inside)
 
 
@@ -55,7 +59,8 @@ def rope(target: Target, positions, table, inverse, count, x) -> None:
     launch(
         rope_kernel, (rows, triton.cdiv(heads, together)), positions, table, count, rows, heads, x, x.stride(0),
         x.stride(1), width - turned,
-        R=turned, TILE=triton.next_power_of_2(turned), HEADS=together, INVERSE=bool(inverse), warps=4 if together > 4 else 1,
+        R=turned, TILE=triton.next_power_of_2(turned), HEADS=together, INVERSE=bool(inverse),
+        warps=4 if together > 4 else 1, early=True,
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import MAGNITUDE, as_bits, log1p_of_fraction, valid_rows
-from deepinfer_triton.support import offer, serves
+from deepinfer_triton.overlap import overlap
+from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
 TAKEN = tl.constexpr(-(2**62))
@@ -27,6 +28,7 @@ def root_softplus(x):
 
 @triton.jit
 def zero_kernel(out, N: tl.constexpr, TILE: tl.constexpr):
+    overlap()
     at = tl.arange(0, TILE)
     tl.store(out + at, tl.zeros([TILE], tl.int32), mask=at < N)
 
@@ -36,6 +38,7 @@ def route_topk_kernel(
     logits, bias, scaling, expert_map, count, rows, ids, weights, counts,
     E: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     t = tl.program_id(0)
     if t < valid_rows(count, rows):
         expert = tl.arange(0, TILE)
@@ -65,11 +68,11 @@ def route_topk_kernel(
 def route_topk(target: Target, logits, bias, k, scaling, expert_map, count, ids, weights, counts) -> None:
     rows, experts = logits.shape
     physical = counts.shape[0]
-    launch(zero_kernel, (1,), counts, N=physical, TILE=triton.next_power_of_2(physical))
+    launch(zero_kernel, (1,), counts, N=physical, TILE=triton.next_power_of_2(physical), early=True)
     launch(
         route_topk_kernel, (rows,), logits, bias, scaling, expert_map, count, rows, ids, weights, counts,
-        E=experts, TILE=triton.next_power_of_2(experts), K=k, KP=triton.next_power_of_2(k),
+        E=experts, TILE=triton.next_power_of_2(experts), K=k, KP=triton.next_power_of_2(k), early=True,
     )  # fmt: skip
 
 
-MAKERS = [offer("route_topk", route_topk, supports=serves())]
+MAKERS = [offer("route_topk", route_topk, supports=serves(), targets=NVIDIA)]

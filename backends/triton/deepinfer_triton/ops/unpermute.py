@@ -7,12 +7,14 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.overlap import overlap
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
 
 @triton.jit(do_not_specialize=["height"])
 def unpermute_kernel(rows, inverse, shared, count, height, out, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
+    overlap()
     t = tl.program_id(0).to(tl.int64)
     if t < valid_rows(count, height):
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -31,7 +33,7 @@ def unpermute(target: Target, rows, inverse, shared, count, out) -> None:
     tile = min(target.columns, triton.next_power_of_2(hidden))
     launch(
         unpermute_kernel, (height, triton.cdiv(hidden, tile)), rows, inverse, shared, count, height, out,
-        K=inverse.shape[1], H=hidden, TILE=tile,
+        K=inverse.shape[1], H=hidden, TILE=tile, early=True,
     )  # fmt: skip
 
 
