@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deepinfer_cuda import native, weights
+from deepinfer_cuda import kernels, native, weights
 from deepinfer_cuda.backend import CudaBackend
+from deepinfer_cuda.gpu import Gpu
 from deepinfer_hal import formats
 from deepinfer_hal.errors import BadCall
-from deepinfer_hal.kernel import CallSpec, No, Yes
+from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,7 +111,23 @@ def test_behind_the_c_abi_fragments_are_one_tensor_of_the_logical_shape():
 
 @pytest.mark.parametrize(("statics", "answer"), [
     ({}, Yes), ({"weight": "fp4_row32", "x": "u8", "out": "bf16", "N": 4608}, Yes), ({"x": "bf16", "out": "f32"}, Yes),
-    ({"weight": "bf16"}, No), ({"x": "f32"}, No), ({"out": "u8"}, No), ({"N": 96}, No),
+    ({"weight": "fp4_row32", "x": "f32", "out": "u8", "N": 64, "K": 128}, Yes),
+    ({"weight": "fp4_row32", "x": "f32", "N": 64, "K": 96}, No), ({"weight": "bf16"}, No), ({"x": "f32"}, No),
+    ({"out": "u8"}, No), ({"N": 96}, No),
 ])  # fmt: skip
 def test_grouped_gemm_leaves_to_the_portable_kernel_what_it_has_no_tiles_for(statics, answer):
     assert isinstance(native.supports(CallSpec("grouped_gemm", statics)), answer)
+
+
+@pytest.mark.parametrize(("statics", "answer"), [
+    ({"weight": "fp4_row32", "N": 4608, "K": 5120}, No), ({"weight": "fp4_row32", "N": 4608, "K": 96}, Yes),
+    ({"weight": "bf16", "N": 4608, "K": 5120}, Yes), ({}, Yes),
+])  # fmt: skip
+def test_the_portable_kernel_leaves_experts_that_are_kept_as_fragments(monkeypatch, statics, answer):
+    portable = Kernel("grouped_gemm", "triton", print, "triton::grouped_gemm", "yes", priority=50)
+    monkeypatch.setattr(kernels.native, "kernels", lambda capability, device: [portable] if capability == (9, 0) else [])
+    monkeypatch.setattr(kernels, "_portable", lambda found: [portable])
+    monkeypatch.setattr(kernels.torch.cuda, "device_count", lambda: 1)
+    hopper, blackwell = (kernels.kernels_of(Gpu(0, "GPU", 1, capability, 1))[-1] for capability in ((9, 0), (10, 0)))
+    assert isinstance(hopper.supports(CallSpec("grouped_gemm", statics)), answer)
+    assert isinstance(blackwell.supports(CallSpec("grouped_gemm", statics)), Yes)

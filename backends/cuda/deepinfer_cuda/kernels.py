@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepinfer_hal.kernel import Kernel
+from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 from deepinfer_triton.provider import triton_kernels
 from deepinfer_triton.targets import Target, cuda_target
 
@@ -21,7 +21,8 @@ from deepinfer_cuda import gpu, native
 def kernels_of(found: gpu.Gpu) -> list[Kernel]:
     """The kernels for this GPU; none where `gpu.missing_for_kernels` has a reason and there is no library either, so that the
     references serve."""
-    made = [*native.kernels(found.capability, torch.device("cuda", found.index)), *_portable(found)]
+    made = native.kernels(found.capability, torch.device("cuda", found.index))
+    made += [_beside_fragments(kernel) for kernel in _portable(found)] if made else _portable(found)
     return made if torch.cuda.device_count() == 1 else [_on_device(kernel, found.index) for kernel in made]
 
 
@@ -29,6 +30,20 @@ def _portable(found: gpu.Gpu) -> list[Kernel]:
     target = cuda_target(*found.capability)
     missing = gpu.missing_for_kernels(found) or not isinstance(target, Target)
     return [] if missing else triton_kernels(target)
+
+
+def _beside_fragments(kernel: Kernel) -> Kernel:
+    """A portable kernel reads the checkpoint's bytes: where experts are kept as fragments it would have them unpacked in memory
+    at each call, so it leaves those to the CUDA C++ kernel."""
+    if kernel.op != "grouped_gemm":
+        return kernel
+
+    def supports(call: CallSpec) -> Yes | No:
+        if native.kept_as_fragments(call):
+            return No("experts of this size are kept as fragments, which the CUDA C++ kernel alone reads")
+        return kernel.supports(call)
+
+    return dataclasses.replace(kernel, supports=supports)
 
 
 def _on_device(kernel: Kernel, index: int) -> Kernel:

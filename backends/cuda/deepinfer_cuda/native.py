@@ -54,9 +54,19 @@ def supports(call: CallSpec) -> Yes | No:
     return answer(call) if answer else No(f"nothing is known of {call.op}")
 
 
-def _grouped_gemm(call: CallSpec) -> Yes | No:
-    """It serves every call, but what is not FP4 experts by an FP32 product at a time, where the portable kernel has tiles."""
+def kept_as_fragments(call: CallSpec) -> bool:
+    """Whether a grouped_gemm's experts are of a format and size that `weights.prepare` turns into fragments."""
     known = call.statics
+    shape = (1, known.get("N", 0), known.get("K", 0))
+    return weights.is_packed("experts_", known.get("weight") or "", shape)
+
+
+def _grouped_gemm(call: CallSpec) -> Yes | No:
+    """It serves every call, but what is not FP4 experts by an FP32 product at a time: where the weight is no fragments, the
+    portable kernel has tiles for that."""
+    known = call.statics
+    if kept_as_fragments(call):
+        return Yes()
     if known.get("weight") not in (None, "fp4_row32"):
         return No(f"it has matrix tiles for fp4_row32 experts alone, not for {known['weight']}")
     if known.get("x") == "f32" or known.get("out") == "u8":
