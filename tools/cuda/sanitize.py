@@ -1,6 +1,6 @@
 """compute-sanitizer over one small case of every kernel: memcheck and racecheck.
 
-    python tools/cuda/sanitize.py --json reports/cuda/sanitize.json
+    python tools/cuda/sanitize.py --json reports/h200/sanitize.json
 
 Starting the tool takes far longer than a case, so a process runs several kernels; if anything at all is wrong in it, each of
 them runs again in a process of its own. A clean answer counts only where the kernel ran under the tool, and where the tool

@@ -1,4 +1,4 @@
-"""Captured steps on a GPU: torch.cuda.CUDAGraph. State: `runs` on an H200 (reports/cuda/rank-slice.json).
+"""Captured steps on a GPU: torch.cuda.CUDAGraph. State: `runs` on an H200 (reports/h200/rank-slice.json).
 
 What a captured step must keep to, or its replay is wrong:
 - every tensor it touches stays where it is: inputs are copied into the buffers of the captured call, never replaced;
