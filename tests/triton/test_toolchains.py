@@ -28,6 +28,8 @@ from virtual_environment import EnvironmentFailed  # noqa: E402
 pytestmark = [pytest.mark.index, pytest.mark.timeout(900)]  # a worker may wait until another has made the environment
 triton_python = assemble_triton.triton_python
 VERSIONS = (assemble_triton.WRITTEN_FOR, assemble_triton.NEWEST)
+HALF = "attention or select or score_index or store or sample or logprobs or boundary or load_kv or write_kv"
+"""About half of the interpreter's work, so that two workers share it; the other half is whatever this leaves."""
 
 
 def need(make, *arguments):
@@ -48,10 +50,12 @@ def kernels_of(rows):
     return {(row["problem"], row["kernel"]) for row in rows}
 
 
-def test_the_kernels_agree_with_their_cards_in_the_interpreter():
+@pytest.mark.parametrize("share", [f"({HALF})", f"not ({HALF})"], ids=["caches and sampling", "the others"])
+def test_the_kernels_agree_with_their_cards_in_the_interpreter(share):
     python = need(triton_python, assemble_triton.WRITTEN_FOR)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", "-k", "not at_size"]
+    command = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore"]
+    command += ["-k", f"not at_size and {share}"]
     files = ["tests/conformance/test_triton_kernels.py", "tests/conformance/test_triton_boundary.py"]
     done = subprocess.run([*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -42,7 +42,7 @@ def test_a_step_that_fails_names_its_log_and_what_to_send(tmp_path):
     assert "has no device 0; it has 1000 (twin); `deepinfer hal list` says" in log and "Traceback" not in log
 
 
-@pytest.mark.parametrize("tool", ["bench_twin.py", "estimate.py", "mutate.py"])
+@pytest.mark.parametrize("tool", ["bench_twin.py", "check_torch_npu.py", "estimate.py", "mutate.py"])
 def test_tools_of_the_pages_need_no_installed_package(tool):
     """They find the checkout by themselves, as the pages show them."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -236,7 +236,7 @@ def test_errors_are_told_apart(error, kind):
 def test_the_codes_people_meet_are_explained_with_causes_and_a_source():
     for code in ("507018", "507034", "507035", "561000", "107030", "107002", "207001"):
         (meaning,) = error_codes.explain(code)
-        assert meaning.key == code and not meaning.says.startswith("not listed")
+        assert meaning.words == (code,) and not meaning.says.startswith("not listed")
     for meaning in (*error_codes.CODES.values(), *error_codes.WORDS):
         assert meaning.causes and meaning.source.startswith("https://")
         assert meaning.kind in ("out_of_memory", "device_lost", "unknown")

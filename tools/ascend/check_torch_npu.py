@@ -1,5 +1,4 @@
-"""Checks every torch_npu call of the Ascend backend without an NPU: `python tools/ascend/check_torch_npu.py
-[report.json]`.
+"""Checks every torch_npu call of the Ascend backend without an NPU: `python tools/ascend/check_torch_npu.py [report.json]`.
 
 Makes the environment (torch_npu over this Python's torch) and a stand-in for CANN's C libraries on first use, then runs
 `npu_calls.py` there. Exits 1 and names the calls if one is wrong or a mutant went unnoticed.
@@ -7,6 +6,7 @@ Makes the environment (torch_npu over this Python's torch) and a stand-in for CA
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -49,9 +49,12 @@ def failures(report: dict) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, nargs="?", help="where to store the JSON")
+    options = parser.parse_args(arguments)
     report = run()
-    if arguments:
-        store(Path(arguments[0]), COMMAND, report)
+    if options.report:
+        store(options.report, COMMAND, report)
     wrong = failures(report)
     caught = sum(row.get("mutants", 0) - len(row.get("mutants_missed", [])) for row in report["vendor_ops"])
     caught += report["runtime_mutants"] - len(report["runtime_mutants_missed"])

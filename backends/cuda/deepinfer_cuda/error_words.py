@@ -5,38 +5,13 @@ Names and meanings are those of the page or public thread named with each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-OUT_OF_MEMORY, DEVICE_LOST, UNKNOWN = "out_of_memory", "device_lost", "unknown"
+from deepinfer_hal.meanings import A_FOREIGN_ADDRESS, DEVICE_LOST, OUT_OF_MEMORY, UNKNOWN, Meaning
 
 _RUNTIME = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
 _XID = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 _NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 _TORCH_NCCL = "https://pytorch.org/docs/stable/torch_nccl_environment_variables.html"
 
-
-@dataclass(frozen=True)
-class Meaning:
-    """One error: `words` are looked for in a message, the first is its name; `kind` is what `Backend.classify_error`
-    answers."""
-
-    words: tuple[str, ...]
-    says: str
-    causes: tuple[str, ...]
-    kind: str
-    source: str
-
-    def lines(self) -> list[str]:
-        """For people: what it says, likely causes, where that is written."""
-        found = [f"{self.words[0]}: {self.says}"]
-        found += [f"  likely: {cause}" for cause in self.causes]
-        return [*found, f"  handled as {self.kind}; source: {self.source}"]
-
-
-_INDEX = (
-    "an index read from device memory (block table, slot, expert id) points outside its buffer: run the op's conformance "
-    "cases, then the step with debug checks"
-)
 _LATER = "the call that reports it is not the one that failed: run again with CUDA_LAUNCH_BLOCKING=1"
 _LOST = "the context is broken: every later call fails, and the process must be started again"
 _HARDWARE = "the kernel log has the Xid (dmesg | grep Xid); the GPU is reset, or taken out of service, before it is used again"
@@ -52,7 +27,7 @@ MEANINGS = (
     Meaning(
         ("cudaErrorIllegalAddress", "illegal memory access was encountered", "CUDA_ERROR_ILLEGAL_ADDRESS"),
         "a kernel read or wrote an address that is not its own",
-        (_INDEX, _LATER, "compute-sanitizer names the kernel and the address", _LOST),
+        (A_FOREIGN_ADDRESS, _LATER, "compute-sanitizer names the kernel and the address", _LOST),
         DEVICE_LOST,
         _RUNTIME,
     ),
@@ -66,7 +41,7 @@ MEANINGS = (
     Meaning(
         ("cudaErrorLaunchFailure", "unspecified launch failure"),
         "a kernel ended with an exception that has no name of its own",
-        (_INDEX, _LATER, _LOST),
+        (A_FOREIGN_ADDRESS, _LATER, _LOST),
         DEVICE_LOST,
         _RUNTIME,
     ),
