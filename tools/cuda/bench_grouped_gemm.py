@@ -16,20 +16,20 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("tools", ".", "hal", "backends/cuda", "backends/triton")]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal", "backends/cuda", "backends/triton")]
 
 import torch  # noqa: E402
 from deepinfer_cuda import native, native_library, weights  # noqa: E402
 from deepinfer_hal.card import get_card, sum_tolerance  # noqa: E402
 from deepinfer_hal.errors import BackendUnavailable  # noqa: E402
 from deepinfer_hal.formats import dequantise  # noqa: E402
+from graph_timing import microseconds_of_a_call  # noqa: E402
 from report import store  # noqa: E402
 
 GATE_UP, DOWN, EXPERTS, TOP_K = (4608, 5120), (5120, 2304), 384, 6
@@ -60,27 +60,6 @@ def routed(rows: int, exponent: float) -> list[int]:
     share = share[torch.randperm(EXPERTS, generator=gen)]
     chosen = torch.multinomial((share / share.sum()).expand(rows, EXPERTS), TOP_K, replacement=False, generator=gen)
     return torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
-
-
-def microseconds(calls: list[Callable[[], None]], samples: int) -> float:
-    """Median time of one of `calls`, all of them in a graph that is replayed."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for sample in range(samples + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if sample >= 2:
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
 
 
 def fault(weight: weights.FragmentWeight, rows: tuple[torch.Tensor, torch.Tensor], bounds: list[int], out: torch.Tensor) -> str:
@@ -115,7 +94,7 @@ def measured(
     one(0)()
     wrong = fault(sets[0], xs[0], bounds, outs[0])
     each = active * sets[0].nbytes / experts / 3e12 + 2 * rows * features * width / 600e12
-    us = microseconds([one(index) for index in range(2 * max(1, min(8, int(2e-3 / each))))], samples)
+    us = microseconds_of_a_call([one(index) for index in range(2 * max(1, min(8, int(2e-3 / each))))], samples, discarded=2)
     moved = active * sets[0].nbytes // experts
     return {
         "experts": experts, "N": features, "K": width, "rows": rows, "active": active, "us": us, "weight_bytes": moved,
@@ -131,7 +110,7 @@ def torchs_own(experts: int, rows: int, shape: tuple[int, int], gen: torch.Gener
     x = torch.randn((experts * rows, shape[1]), dtype=torch.bfloat16, device="cuda", generator=gen)
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device="cuda") * rows
     try:
-        return microseconds([lambda: torch._grouped_mm(x, matrix.transpose(1, 2), offs=ends)] * 2, samples)
+        return microseconds_of_a_call([lambda: torch._grouped_mm(x, matrix.transpose(1, 2), offs=ends)] * 2, samples, discarded=2)
     except RuntimeError as error:
         print(f"torch._grouped_mm: {error}")
         return None
@@ -142,8 +121,8 @@ def ceilings(samples: int) -> dict[str, float]:
     large = torch.ones(1 << 30, dtype=torch.int32, device="cuda")
     square = torch.randn((8192, 8192), device="cuda").to(torch.bfloat16)
     other = torch.randn((8192, 8192), device="cuda").to(torch.bfloat16)
-    copy = microseconds([lambda: large.add_(1)] * 2, samples)
-    product = microseconds([lambda: torch.mm(square, other)] * 4, samples)
+    copy = microseconds_of_a_call([lambda: large.add_(1)] * 2, samples, discarded=2)
+    product = microseconds_of_a_call([lambda: torch.mm(square, other)] * 4, samples, discarded=2)
     return {"copy_tb_per_s": 2 * large.nbytes / copy * 1e-6, "bf16_tflop_per_s": 2 * 8192**3 / product * 1e-6}
 
 

@@ -20,12 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from bench_layer_small import microseconds
-from deepinfer_hal.card import get_card
-from deepinfer_hal.kernel import CallSpec, Kernel, Yes
-from deepinfer_hal.ops._common import float64_reference
-from report import store
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal", "backends/cuda", "backends/triton")]
+
+import torch  # noqa: E402
+from deepinfer_hal.card import get_card  # noqa: E402
+from deepinfer_hal.kernel import CallSpec, Kernel, Yes  # noqa: E402
+from deepinfer_hal.ops._common import float64_reference  # noqa: E402
+from graph_timing import microseconds  # noqa: E402
+from report import store  # noqa: E402
 
 HEADS, WIDTH, BLOCK_ROWS, KEY_BYTES, TOP, POOL, POOL_BLOCK = 32, 128, 64, 68, 512, 2048, 8
 ROW_FLOPS = 2 * HEADS * WIDTH

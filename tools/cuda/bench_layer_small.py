@@ -25,7 +25,6 @@ import argparse
 import dataclasses
 import itertools
 import shlex
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("tools", ".", "hal", "backends/cuda", "backends/triton")]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal", "backends/cuda", "backends/triton")]
 
 import torch  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
@@ -41,6 +40,7 @@ from deepinfer_hal.kernel import CallSpec, Yes  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
 from deepinfer_hal.row_layout import block_bytes  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle  # noqa: E402
+from graph_timing import microseconds  # noqa: E402
 from report import store  # noqa: E402
 
 H, STREAMS, HEADS, D, ROPE, LORA, EXPERTS, TOP_K, INTER = 5120, 4, 64, 512, 64, 1280, 384, 6, 2304
@@ -230,36 +230,6 @@ def check(name: str, op: str, fn: Callable[..., None], args: tuple[Any, ...]) ->
         elif (share := float((result != expected).double().mean())) > (CODE_SHARE if expected.dtype == U8 else 0):
             return f"{name}: {share:.2%} of {arg} differ"
     return ""
-
-
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """`run` as a graph, after two runs that compile."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def microseconds(run: Callable[[], Any], samples: int) -> float:
-    """Median time of a replay of `run`'s graph."""
-    graph = captured(run)
-    times = []
-    for sample in range(samples + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if sample >= 3:
-            times.append(start.elapsed_time(end) / 2 * 1e3)
-    return statistics.median(times)
 
 
 def ceilings(samples: int) -> tuple[float, float]:

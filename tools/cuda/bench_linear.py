@@ -22,6 +22,7 @@ from deepinfer_hal import formats
 from deepinfer_hal.c_abi import CLibrary
 from deepinfer_hal.card import all_cards, sum_tolerance
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
+from graph_timing import microseconds_of_a_call
 
 SHAPES = {"wq_a": (0, 5120, 1280), "wq_b": (0, 1280, 32768), "wo_b": (0, 8192, 5120), "wo_a": (8, 4096, 1024)}
 """Role: groups (0: none), K, N."""
@@ -51,24 +52,8 @@ class Row:
 
 def timed(calls: list[Callable[[], None]], guess_us: float) -> float:
     """Median microseconds of a call, over replays of a graph that goes round `calls`."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    count = max(len(calls), int(GRAPH_US / guess_us) // len(calls) * len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            calls[i % len(calls)]()
-    graph.replay()
-    found = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) * 1000 / count)
-    return statistics.median(found)
+    rounds = max(1, int(GRAPH_US / guess_us) // len(calls))
+    return microseconds_of_a_call(calls * rounds, REPLAYS, discarded=1)
 
 
 def kernels_of(call: Callable[[], None]) -> dict[str, float]:

@@ -25,10 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal", "backends/cuda", "backends/triton")]
 
 import torch  # noqa: E402
-from bench_layer_small import ceilings, check, microseconds, offered  # noqa: E402
+from bench_layer_small import ceilings, check, offered  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.row_layout import block_bytes  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, prepare_canonical  # noqa: E402
+from graph_timing import microseconds  # noqa: E402
 from report import store  # noqa: E402
 
 VOCAB, H, STREAMS, HEADS, D, RANK, BLOCK, WINDOW, RING = 129280, 5120, 4, 64, 512, 256, 5, 128, 136

@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("tools", ".", "hal", "backends/cuda", "backends/triton")]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal", "backends/cuda", "backends/triton")]
 
 import torch  # noqa: E402
 from deepinfer_hal import row_layout  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
+from graph_timing import microseconds_of_a_call  # noqa: E402
 from report import store  # noqa: E402
 
 HEADS, D, WINDOW, RING, BLOCK = 64, 512, 128, 134, 64
@@ -134,32 +134,10 @@ def check(kernel: Callable[..., None], args: Args) -> float:
     return ratio
 
 
-def replay_us(calls: list[Callable[[], Any]], replays: int) -> float:
-    """Median microseconds of a call, over replays of one graph of all calls."""
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(), graph.replay(), end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
-
-
 def measure(kernel: Callable[..., None], problems: list[Args], replays: int) -> dict[str, Any]:
     """One size: time, what share of the product's work that is, and the error of its first rows."""
     ratio = check(kernel, problems[0])
-    us = replay_us([lambda args=args: kernel(*ordered(args)) for args in problems], replays)
+    us = microseconds_of_a_call([lambda args=args: kernel(*ordered(args)) for args in problems], replays, discarded=1)
     first = problems[0]
     keys = first["rows"].shape[1] + first["window_tokens"]
     flops = 4 * HEADS * D * keys * first["q"].shape[0]
@@ -175,13 +153,14 @@ def torch_us(args: Args, replays: int) -> float:
     def call(k: torch.Tensor) -> torch.Tensor:
         return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)).float() * D**-0.5, dim=-1).to(torch.bfloat16), k)
 
-    return replay_us([lambda k=k: call(k) for k in gathered], replays)
+    return microseconds_of_a_call([lambda k=k: call(k) for k in gathered], replays, discarded=1)
 
 
 def ceilings(device: str) -> dict[str, float]:
     a = torch.randn(8192, 8192, device=device).to(torch.bfloat16)
     big = [torch.randn(1 << 29, device=device).to(torch.bfloat16) for _ in range(2)]
-    product, copy = replay_us([lambda: a @ a.T], 5), replay_us([lambda: torch.add(big[0], 1, out=big[1])], 5)
+    product = microseconds_of_a_call([lambda: a @ a.T], 5, discarded=1)
+    copy = microseconds_of_a_call([lambda: torch.add(big[0], 1, out=big[1])], 5, discarded=1)
     return dict(matmul_tflops=round(2 * 8192**3 / product * 1e-6, 1), copy_tb_s=round(4 * (1 << 29) / copy * 1e-6, 3))
 
 

@@ -1,0 +1,54 @@
+"""The clock of the benchmarks of this folder: replays of a CUDA graph between two events, so that no host time is in it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """`run` as a graph, after two runs that compile."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def microseconds(run: Callable[[], Any], samples: int, discarded: int = 3, replays: int = 2) -> float:
+    """Median over `samples` of the time of a replay of `run`'s graph.
+
+    discarded: samples before those, in which clocks rise and caches fill. replays: of a sample, so that a short graph is not
+    lost beside the events.
+    """
+    graph = captured(run)
+    times = []
+    for sample in range(samples + discarded):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        if sample >= discarded:
+            times.append(start.elapsed_time(end) / replays * 1e3)
+    return statistics.median(times)
+
+
+def microseconds_of_a_call(calls: list[Callable[[], Any]], samples: int, discarded: int) -> float:
+    """Median time of one of `calls`, all of them in one graph; a sample is one replay. Results are dropped at once, so that
+    calls that make their own share memory as they would in use."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return microseconds(run, samples, discarded, replays=1) / len(calls)
