@@ -111,27 +111,38 @@ def check_selection(op: str, kernel: Callable[..., None], args: tuple[Any, ...])
 
 
 def score_cases(score: Callable[..., None], topk: Callable[..., None], contexts: int, keys: int) -> Iterator[Measured]:
-    """Decode rows of `contexts` requests: scores, top 512, both."""
+    """Decode rows of `contexts` requests: scores, top 512, both; six rows a request; candidate blocks."""
     stores = [make_cache(contexts, keys) for _ in range(2)]
-    all_rows, nbytes = range(contexts), contexts * keys * KEY_BYTES
-    calls = [score_call(one, all_rows, [keys] * contexts, keys) for one in stores]
+    nbytes, flops = contexts * keys * KEY_BYTES, contexts * keys * ROW_FLOPS
+    calls = [score_call(one, range(contexts), [keys] * contexts, keys) for one in stores]
     what = f"{contexts} rows x {keys}"
-
-    def scoring(args: dict) -> Callable[[], None]:
-        return lambda: score(*args.values())
-
     yield Measured(
         f"scores, {what}",
-        [scoring(a) for a in calls],
+        [lambda a=a: score(*a.values()) for a in calls],
         nbytes,
-        contexts * keys * ROW_FLOPS,
+        flops,
         "100 us, stretch 85",
         lambda: check_scores(score, calls[0], [0, contexts - 1]),
     )
     for a in calls:
         score(*a.values())
+    yield from selection_cases(topk, [a["scores"] for a in calls], contexts, keys)
+    ids = torch.empty(len(calls), contexts, TOP, dtype=torch.int32, device="cuda")
+
+    def both(args: dict, out: torch.Tensor) -> None:
+        score(*args.values())
+        topk(args["scores"], None, POOL_BLOCK, None, out)
+
+    together = [lambda a=a, o=o: both(a, o) for a, o in zip(calls, ids, strict=True)]
+    yield Measured(f"scores and top {TOP}, {what}", together, nbytes, flops, "120 us")
+    yield from shared_key_cases(score, stores, contexts, keys)
+
+
+def selection_cases(topk: Callable[..., None], scored: list[torch.Tensor], contexts: int, keys: int) -> Iterator[Measured]:
+    """The best 512 of rows of scores, of ties, and torch's own."""
+    what, nbytes = f"{contexts} rows x {keys}", 4 * contexts * keys
     sets = {
-        "": [a["scores"] for a in calls] + [40 * torch.randn(contexts, keys, device="cuda") for _ in range(4)],
+        "": scored + [40 * torch.randn(contexts, keys, device="cuda") for _ in range(4)],
         ", all equal": [torch.full((contexts, keys), float(n), device="cuda") for n in range(6)],
         ", four values": [torch.randint(0, 4, (contexts, keys), device="cuda").float() for _ in range(6)],
     }
@@ -141,46 +152,35 @@ def score_cases(score: Callable[..., None], topk: Callable[..., None], contexts:
         yield Measured(
             f"top {TOP}{kind}, {what}",
             [lambda a=a: topk(*a) for a in some],
-            4 * contexts * keys,
+            nbytes,
             0,
             "35 us",
             lambda a=some[0]: check_selection("select_topk", topk, a),
         )
-    yield Measured(
-        f"torch: top {TOP}, {what}", [lambda s=s: torch.topk(s, TOP).indices.sort() for s in sets[""]], 4 * contexts * keys
-    )
+    yield Measured(f"torch: top {TOP}, {what}", [lambda s=s: torch.topk(s, TOP).indices.sort() for s in sets[""]], nbytes)
 
-    def both(args: dict, out: torch.Tensor) -> None:
-        score(*args.values())
-        topk(args["scores"], None, POOL_BLOCK, None, out)
 
-    yield Measured(
-        f"scores and top {TOP}, {what}",
-        [lambda a=a, o=o: both(a, o) for a, o in zip(calls, ids, strict=False)],
-        nbytes,
-        contexts * keys * ROW_FLOPS,
-        "120 us",
-    )
+def shared_key_cases(score: Callable[..., None], stores: list[Any], contexts: int, keys: int) -> Iterator[Measured]:
+    """Six rows of each request, which share its keys, and candidate blocks of one row each."""
+    rows = range(contexts)
     six = [
-        score_call(one, [r for r in all_rows for _ in range(6)], [keys - 5 + i for _ in all_rows for i in range(6)], keys)
+        score_call(one, [r for r in rows for _ in range(6)], [keys - 5 + i for _ in rows for i in range(6)], keys)
         for one in stores
     ]
     yield Measured(
         f"scores, {contexts} x 6 rows x {keys}",
-        [scoring(a) for a in six],
-        nbytes,
+        [lambda a=a: score(*a.values()) for a in six],
+        contexts * keys * KEY_BYTES,
         6 * contexts * keys * ROW_FLOPS,
         check=lambda: check_scores(score, six[0], [0, 5, 6 * contexts - 1]),
     )
     pools = [
         torch.rand(contexts, keys // POOL_BLOCK, device="cuda").topk(POOL).indices.sort().values.to(torch.int32) for _ in stores
     ]
-    some = [
-        score_call(one, all_rows, [keys] * contexts, POOL * POOL_BLOCK, pool) for one, pool in zip(stores, pools, strict=True)
-    ]
+    some = [score_call(one, rows, [keys] * contexts, POOL * POOL_BLOCK, pool) for one, pool in zip(stores, pools, strict=True)]
     yield Measured(
         f"scores, {contexts} rows x {POOL} candidate blocks of {keys}",
-        [scoring(a) for a in some],
+        [lambda a=a: score(*a.values()) for a in some],
         contexts * POOL * POOL_BLOCK * KEY_BYTES,
         contexts * POOL * POOL_BLOCK * ROW_FLOPS,
         check=lambda: check_scores(score, some[0], [0, contexts - 1]),

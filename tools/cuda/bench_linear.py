@@ -11,18 +11,23 @@ held against float64.
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from deepinfer_hal import formats
-from deepinfer_hal.c_abi import CLibrary
-from deepinfer_hal.card import all_cards, sum_tolerance
-from deepinfer_hal.weights import CanonicalWeight, WeightHandle
-from graph_timing import microseconds_of_a_call
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", "hal")]
+
+import torch  # noqa: E402
+from deepinfer_hal import formats  # noqa: E402
+from deepinfer_hal.c_abi import CLibrary  # noqa: E402
+from deepinfer_hal.card import all_cards, sum_tolerance  # noqa: E402
+from deepinfer_hal.weights import CanonicalWeight, WeightHandle  # noqa: E402
+from graph_timing import microseconds_of_a_call  # noqa: E402
+from report import store  # noqa: E402
 
 SHAPES = {"wq_a": (0, 5120, 1280), "wq_b": (0, 1280, 32768), "wo_b": (0, 8192, 5120), "wo_a": (8, 4096, 1024)}
 """Role: groups (0: none), K, N."""
@@ -184,7 +189,7 @@ def main() -> None:
     if args.json:
         device = {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         report = {"device": device, "ceilings": told, "replays": REPLAYS, "rows": [asdict(row) for row in found]}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        store(args.json, shlex.join(["python", *sys.argv]), report)
 
 
 if __name__ == "__main__":
