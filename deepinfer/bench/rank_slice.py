@@ -21,6 +21,7 @@ from deepinfer.bench.slice_config import Slice, kind_counts, replayed_kind_count
 from deepinfer.bench.slice_gap import measure_gap
 from deepinfer.bench.slice_model import SliceModel
 from deepinfer.bench.slice_steps import BoundNetwork, StepBench
+from deepinfer.errors import ConfigError
 from deepinfer.runner.graphs import DRAFT_ONLY, eager_reason
 
 _CEILING_BYTES = 256 << 20
@@ -39,6 +40,16 @@ class Workload:
     ops_at: tuple[int, ...]
     gap_steps: int = 0
     seconds: float = 0.0
+
+    def check(self) -> None:
+        """ConfigError for sizes of which there can be no step."""
+        if not self.requests and not self.prefill:
+            raise ConfigError("requests", "there is neither a decode nor a prefill step: give some with --requests or --prefill")
+        for name, sizes in (("requests", self.requests), ("prefill", self.prefill)):
+            if min(sizes, default=1) < 1:
+                raise ConfigError(name, f"{min(sizes)} is no size of a step: give numbers from 1 on, or `-` for none")
+        if self.requests and self.context < 1 + DRAFTS:
+            raise ConfigError("context", f"{self.context} does not hold the tokens of a verify step: give {1 + DRAFTS} or more")
 
 
 Say = Callable[[str], None]

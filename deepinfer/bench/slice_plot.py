@@ -16,12 +16,19 @@ _CURVES = (
 )
 
 
-def plot(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Draws decode and prefill of some results (one per expert-parallel size). ConfigError without matplotlib."""
+def check_plot() -> None:
+    """ConfigError where there is no matplotlib, told before what is to be drawn is measured."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError("plot", f"needs matplotlib ({error}): pip install deepinfer[plot]") from None
+
+
+def plot(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Draws decode and prefill of some results (one per expert-parallel size). ConfigError without matplotlib."""
+    check_plot()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -34,6 +34,7 @@ def rank_slice(
     as_json: Json = False,
 ) -> int:
     """Decode, verify, draft and prefill steps of one rank's slice of the model, each op beside its floor, and the whole model."""
+    from deepinfer_hal.conformance.report import check_writable
     from deepinfer_hal.registry import open_backend
 
     from deepinfer.bench.rank_slice import Workload, measure
@@ -42,6 +43,13 @@ def rank_slice(
 
     config = _model_config(model)
     load = Workload(_sizes(requests), context, _sizes(prefill), _sizes(ops_at), gap_steps, seconds)
+    load.check()
+    if report is not None:
+        check_writable(report)
+    if plot is not None:
+        from deepinfer.bench.slice_plot import check_plot
+
+        check_plot()
     cuts = [make_slice(config, layers, one) for one in _sizes(ranks)]
     device, index = open_backend(backend)
     results = []

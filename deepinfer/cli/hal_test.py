@@ -37,7 +37,7 @@ def hal_test(
 ) -> int:
     """Does every kernel do what its card says? Exit 0: something ran and nothing failed; 1: a failure; 2: nothing ran."""
     from deepinfer_hal.conformance import Plan, run_suite
-    from deepinfer_hal.conformance.report import make_report, read_report, write_report
+    from deepinfer_hal.conformance.report import check_writable, make_report, read_report, write_report
     from deepinfer_hal.conformance.verdict import read_waivers
 
     from deepinfer.errors import BackendUnavailable, BadCall
@@ -47,6 +47,8 @@ def hal_test(
         traces=tuple(trace or ()), seed=seed, case_seconds=case_seconds,
     )  # fmt: skip
     try:
+        if report is not None:
+            check_writable(report)
         known = read_waivers(waivers) if waivers else []
         earlier = read_report(resume) if resume is not None else None
         run = run_suite(

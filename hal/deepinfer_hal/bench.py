@@ -97,6 +97,14 @@ class Row:
     used: dict[str, float] = field(default_factory=dict)
 
 
+def check_names(shapes: str, ops: Collection[str]) -> None:
+    """BadCall for a model without shapes or an op without a card."""
+    if shapes not in MODELS:
+        raise BadCall(f"shapes must be {' or '.join(MODELS)}, got {shapes!r}")
+    for op in ops:
+        get_card(op)
+
+
 def run_bench(
     backend: Backend,
     index: int,
@@ -122,10 +130,7 @@ def run_bench(
     ends: by time.time(); rows that have not begun by then are not run.
     Raises BadCall for what does not exist.
     """
-    if shapes not in MODELS:
-        raise BadCall(f"shapes must be {' or '.join(MODELS)}, got {shapes!r}")
-    for op in ops:
-        get_card(op)
+    check_names(shapes, ops)
     model = MODELS[shapes]
     experts = min(experts, model.experts)
     budget = _resolved(budget or Budget(), backend, index)

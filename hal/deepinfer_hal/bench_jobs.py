@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from deepinfer_hal.bench import Budget, Listener, Row, run_bench
+from deepinfer_hal.bench import Budget, Listener, Row, check_names, run_bench
 from deepinfer_hal.bench_shapes import MODELS, bench_cases
 from deepinfer_hal.ceilings import Ceilings
 from deepinfer_hal.errors import BackendUnavailable
@@ -91,11 +91,14 @@ def run_bench_jobs(
 ) -> dict[str, Any]:  # fmt: skip
     """As `run_bench`, over `jobs` processes; rows in the order of one process, ceilings the best of all of them.
 
-    BackendUnavailable with a process's last words if one ends without a result.
+    BackendUnavailable with a process's last words if one ends without a result; BadCall for what does not exist. However it
+    ends, it leaves no process behind.
     """
+    check_names(shapes, ops)
     shares = share_work(jobs, shapes, experts, ops, rows)
     results: list[dict[str, Any] | str] = [""] * len(shares)
     hearing = threading.Lock()
+    started: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
 
         def play(number: int) -> None:
@@ -104,13 +107,18 @@ def run_bench_jobs(
                 "budget": asdict(budget), "conformance": None if conformance is None else str(conformance), "ops": ops,
                 "first": number == 0, "ends": ends if math.isfinite(ends) else None,
             }  # fmt: skip
-            results[number] = _play(job, listen, hearing)
+            results[number] = _play(job, listen, hearing, started.append)
 
         threads = [threading.Thread(target=play, args=(number,)) for number in range(len(shares))]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:  # after an interrupt they would go on for as long as their rows take
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
     lost = [result for result in results if isinstance(result, str)]
     if lost:
         raise BackendUnavailable(f"a process of the benchmark ended without a result: {lost[0]}")
@@ -142,7 +150,9 @@ def merged(results: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
     return {**results[0], "ceilings": asdict(ceilings), "jobs": len(results), "rows": [asdict(row) for row in rows]}
 
 
-def _play(job: dict[str, Any], listen: Listener, hearing: threading.Lock) -> dict[str, Any] | str:
+def _play(
+    job: dict[str, Any], listen: Listener, hearing: threading.Lock, started: Callable[[subprocess.Popen[str]], None]
+) -> dict[str, Any] | str:
     """The result of a process, or its last words."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
@@ -150,6 +160,7 @@ def _play(job: dict[str, Any], listen: Listener, hearing: threading.Lock) -> dic
             [sys.executable, "-m", "deepinfer_hal.bench_jobs", json.dumps(job)], stdout=subprocess.PIPE, stderr=errors,
             env=environment, text=True, encoding="utf-8",
         )  # fmt: skip
+        started(process)
         result: dict[str, Any] | None = None
         for line in process.stdout:
             told = json.loads(line)

@@ -217,7 +217,7 @@ def test_what_passed_is_kept_and_only_the_rest_runs_again():
     ],
 )
 def test_a_report_of_something_else_is_not_resumed(change, named):
-    from deepinfer_hal.conformance.report import make_report
+    from deepinfer_hal.conformance.report import make_report, sealed
     from deepinfer_hal.conformance.resume import Earlier
     from deepinfer_hal.conformance.runner import Run
 
@@ -226,5 +226,7 @@ def test_a_report_of_something_else_is_not_resumed(change, named):
     report = make_report(Run(plan, dict(subject)))
     assert Earlier.of(report, plan, subject).told() == {"checksum": report["checksum"], "passed": 0}
     change(report)
-    with pytest.raises(BadCall, match=f"of something else, its {named} differ"):
+    with pytest.raises(BadCall, match="was altered, its checksum does not match"):
         Earlier.of(report, plan, subject)
+    with pytest.raises(BadCall, match=f"of something else, its {named} differ"):
+        Earlier.of(sealed(report), plan, subject)

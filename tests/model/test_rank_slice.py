@@ -207,6 +207,24 @@ class TestTheCommand:
         stored = json.loads(report.read_text())
         assert stored["benchmark"] == "rank-slice" and stored["results"]["slices"][0]["whole_model"]
 
+    @pytest.mark.parametrize(
+        "options, named",
+        [
+            (["--requests", "8,0"], "requests: 0 is no size of a step"), (["--prefill", "0"], "prefill: 0 is no size"),
+            (["--requests", "-", "--prefill", "-"], "neither a decode nor a prefill step"),
+            (["--context", "3"], "context: 3 does not hold the tokens of a verify step: give 4"),
+            (["--report", "FILE/slice.json"], "FILE/slice.json cannot be written"),
+            (["--plot", "p.png"], "needs matplotlib"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_done_is_refused_before_anything_is_measured(self, options, named, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        (tmp_path / "FILE").touch()
+        monkeypatch.setattr(rank_slice, "measure", lambda *given: pytest.fail("measured"))
+        assert main(["bench", "rank-slice", "--backend", "cpu", "--model", "nano", "--ranks", "2", *options]) == 1
+        assert named in capsys.readouterr().err
+
     def test_a_plot_needs_matplotlib_and_says_so(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(ConfigError, match="needs matplotlib"):

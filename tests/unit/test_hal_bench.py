@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from deepinfer_hal import bench
+from deepinfer_hal import bench, bench_jobs
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo
 from deepinfer_hal.bench import Budget, run_bench
 from deepinfer_hal.bench_jobs import Turns, merged, share_work
@@ -385,3 +387,31 @@ def _held(path: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+class TestProcesses:
+    ASKED = {"shapes": "nano", "experts": 4, "ops": ("rope",), "rows": (), "budget": BUDGET, "conformance": None}
+
+    @pytest.mark.parametrize("wrong, named", [({"shapes": "huge"}, "v41 or nano, got 'huge'"), ({"ops": ("roap",)}, "'roap'")])
+    def test_what_does_not_exist_is_told_before_they_start(self, wrong, named, monkeypatch):
+        monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: pytest.fail("started"))
+        with pytest.raises(BadCall, match=named):
+            bench_jobs.run_bench_jobs("cpu:0", 2, **self.ASKED | wrong)
+
+    def test_an_interrupt_leaves_none_behind(self, monkeypatch):
+        started, start = [], subprocess.Popen
+
+        def idle(command, **more):
+            started.append(start([sys.executable, "-c", "import time; time.sleep(60)"], **more))
+            return started[-1]
+
+        def interrupted(thread):
+            while len(started) < 2:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(subprocess, "Popen", idle)
+        monkeypatch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench_jobs.run_bench_jobs("cpu:0", 2, **self.ASKED)
+        assert [process.wait(10) for process in started] == [-9, -9]

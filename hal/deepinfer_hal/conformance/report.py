@@ -83,6 +83,19 @@ def key_id(key: bytes) -> str:
     return hashlib.sha256(b"deepinfer-hal-key\0" + key).hexdigest()[:16]
 
 
+def check_writable(path: str | Path) -> None:
+    """BadCall if a report could not be stored there, told before the hours that it takes to make one. Makes its folder."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("a", encoding="utf-8").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise BadCall(f"report {path} cannot be written: {error.strerror}; name a file in a folder that can be") from None
+
+
 def write_report(path: str | Path, document: Report) -> None:
     """Stores the rendering; BadCall if the file cannot be written."""
     try:
