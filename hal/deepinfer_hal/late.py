@@ -17,6 +17,9 @@ from deepinfer_hal.statics import call_kind, call_spec
 Settled = Callable[[Kernel, list[str]], None]
 """Told the kernel that serves a kind of call, and why others do not."""
 
+MOST_KINDS = 1024
+"""Kinds of call that are remembered; widths that change from step to step would add to them without end."""
+
 
 class LateCall:
     """Calls the first kernel that answers Yes to the call at hand: `kernels` by priority, the last resort at the end."""
@@ -31,6 +34,8 @@ class LateCall:
         kind = call_kind(args)
         call = self._known.get(kind)
         if call is None:
+            if len(self._known) >= MOST_KINDS:
+                self._known.clear()
             call = self._known[kind] = self._choose(args)
         call(*args)
 

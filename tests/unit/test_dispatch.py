@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepinfer_cpu.backend import CpuBackend
 from deepinfer_cpu.kernels import native_unavailable_reason
-from deepinfer_hal import dispatch
+from deepinfer_hal import dispatch, late
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo
 from deepinfer_hal.card import all_cards, get_card
 from deepinfer_hal.dispatch import Choice, Dispatcher
@@ -366,3 +366,14 @@ class TestChecksAndObservers:
 
 def test_every_composite_of_the_catalogue_is_tested_here():
     assert {card.name for card in all_cards().values() if card.decomposition} == set(COMPOSITES)
+
+
+def test_kinds_of_call_that_come_without_end_are_not_kept_without_end(monkeypatch):
+    monkeypatch.setattr(late, "MOST_KINDS", 4)
+    served = []
+    kernel = Kernel("stream_collapse", "p", lambda *args: served.append(args[0].shape), "p::stream_collapse", priority=1)
+    call = late.LateCall(get_card("stream_collapse"), [kernel], False, lambda kernel, refused: None)
+    for width in range(1, 12):
+        streams = torch.zeros(2, 4, width)
+        call(streams, torch.zeros(2, 4), None, torch.zeros(2, width))
+    assert len(served) == 11 and len(call._known) <= 4
