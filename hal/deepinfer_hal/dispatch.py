@@ -61,6 +61,11 @@ class _Candidate:
     observed: bool = False
     picky: tuple[Kernel, ...] = ()
 
+    @property
+    def asked(self) -> tuple[Kernel, ...]:
+        """The kernels that a late call asks, each once: without a last resort, `kernel` is the last that refused."""
+        return self.picky if any(self.kernel is one for one in self.picky) else (*self.picky, self.kernel)
+
 
 @dataclass
 class Dispatcher:
@@ -137,10 +142,16 @@ class Dispatcher:
             self.choices[card.name, names[-1]] = Choice(card.name, names[-1], *facts)
             self.fallbacks.update(chosen.falls if last else ())
 
-        picky = chosen.picky
+        asked = chosen.asked
         if chosen.observed:  # the last resort's parts are observed, so the others must be as a whole
-            picky = tuple(dataclasses.replace(kernel, fn=_observed(card, kernel.fn, self)) for kernel in picky)
-        return LateCall(card, (*picky, chosen.kernel), self.batch_invariant, settled)
+            *picky, last = asked
+            asked = (*(dataclasses.replace(kernel, fn=_observed(card, kernel.fn, self)) for kernel in picky), last)
+        nobody = f"no kernel of backend {self.backend.name!r} serves this call of op {card.name!r}"
+        if role:
+            nobody += f" (role {role!r})"
+        if self.fallback == "forbid":
+            nobody += ", and fallback is forbidden (fallback='allow' lets the reference serve)"
+        return LateCall(card, asked, self.batch_invariant, settled, nobody)
 
     def _choose(self, card: OpCard, spec: CallSpec) -> tuple[_Candidate, list[str]]:
         refused: list[str] = []
@@ -223,7 +234,7 @@ class Dispatcher:
 
 def _symbols(part: _Candidate) -> str:
     """The kernels that may serve a part, in the order in which they are asked."""
-    return " | ".join(kernel.symbol for kernel in (*part.picky, part.kernel))
+    return " | ".join(kernel.symbol for kernel in part.asked)
 
 
 def _kernel_mistakes(kernel: Kernel) -> list[str]:

@@ -22,9 +22,15 @@ MOST_KINDS = 1024
 
 
 class LateCall:
-    """Calls the first kernel that answers Yes to the call at hand: `kernels` by priority, the last resort at the end."""
+    """Calls the first kernel that answers Yes to the call at hand: `kernels` by priority, the last resort at the end.
 
-    def __init__(self, card: OpCard, kernels: Sequence[Kernel], batch_invariant: bool, settled: Settled) -> None:
+    Raises Unsupported, beginning with `nobody` and with every kernel's reason, for a call that none serves; others go on.
+    """
+
+    def __init__(
+        self, card: OpCard, kernels: Sequence[Kernel], batch_invariant: bool, settled: Settled, nobody: str = ""
+    ) -> None:
+        self.nobody = nobody or f"no kernel serves this call of op {card.name!r}"
         self.card, self.kernels, self.batch_invariant, self.settled = card, kernels, batch_invariant, settled
         self._known: dict[tuple[Any, ...], Callable[..., None]] = {}
 
@@ -50,4 +56,4 @@ class LateCall:
             if not isinstance(answer, No):
                 raise BackendContractError(f"{kernel.symbol}: supports() must answer Yes or No, got {answer!r}")
             refused.append(f"{kernel.symbol}: {answer.reason}")
-        raise Unsupported(f"no kernel serves this call of op {self.card.name!r}: " + "; ".join(refused))
+        raise Unsupported(f"{self.nobody}: " + "; ".join(refused))

@@ -62,14 +62,19 @@ def test_it_is_found_before_the_cpu():
     assert "cuda" in backend_names() and backend_names()[-1] == "cpu"
 
 
-def test_a_torch_without_cuda_is_named_with_its_version_and_so_is_a_missing_triton(monkeypatch):
+def test_a_torch_without_cuda_is_named_with_its_version_and_so_is_a_missing_triton(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(gpu, "triton_version", lambda: None)
     told = (
         r"torch: wanted a build with CUDA, found 2\.13\.0\+cpu, built without CUDA\); "
         r".*Triton: wanted 3\.6 or later, found none"
+        r".*CUDA C\+\+ kernels: wanted libdeepinfer_cuda\.so for sm_90a, found none \(no nvcc"
     )
+    (tmp_path / "cuda_not_built.txt").write_text("no nvcc was found when the package was built")
+    monkeypatch.setattr(native_library, "NOT_BUILT", tmp_path / "cuda_not_built.txt")
+    absent = native_library.part(tmp_path / "libdeepinfer_cuda.so")
+    monkeypatch.setattr(native_library, "part", lambda: absent)
     with pytest.raises(BackendUnavailable, match=told):
         CudaBackend().probe()
     (listed,) = [found for found in list_backends() if found.name == "cuda"]

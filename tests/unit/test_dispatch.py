@@ -168,6 +168,19 @@ class TestWhatTheStaticsLeaveOpen:
         statics = call_spec(get_card("linear"), first_case("linear")).statics
         assert given.bind("linear", **statics) is given.bind("linear", **statics)
 
+    def test_a_call_that_nobody_serves_harms_no_other(self):
+        calls: list[str] = []
+        given = dispatcher(self.only("fp8", calls, weight="fp8_block32"), fallback="forbid")
+        bound, card = given.bind("linear"), get_card("linear")
+        cases = [card.generate(case, 0, "cpu", prepare_canonical) for case in card.enumerate_cases()]
+        for args in (*cases, *cases):
+            if args["weight"].canonical().format == "fp8_block32":
+                bound(*args.values())
+            else:
+                with pytest.raises(Unsupported, match="'linear'"):
+                    bound(*args.values())
+        assert 0 < len(calls) < 2 * len(cases) and set(calls) == {"fp8"}
+
     def test_an_observer_sees_the_call_once(self):
         seen: list[str] = []
         given = dispatcher(
@@ -193,8 +206,9 @@ class TestFallingToTheReference:
         with pytest.raises(Unsupported, match=r"'offering'.*'rope'.*picky: not today.*fallback is forbidden"):
             given.bind("rope", **statics)
         assert not given.fallbacks and not given.choices
-        with pytest.raises(Unsupported, match="this call of op 'rope': picky: not today"):
-            given.bind("rope")(*first_case("rope").values())
+        late = r"'offering' serves this call of op 'rope' \(role 'q'\), and fallback is forbidden.*'allow'.*: picky: not today$"
+        with pytest.raises(Unsupported, match=late):
+            given.bind("rope", "q")(*first_case("rope").values())
 
     def test_only_reference_asks_the_backend_for_nothing(self):
         given = dispatcher(kernel("rope", "k"), only_reference=True)

@@ -29,8 +29,8 @@ class CudaBackend(Backend):
     def probe(self) -> list[DeviceInfo]:
         machine = gpu.look()
         if machine.reason:
-            triton = gpu.triton_part()
-            kernels = "" if triton.ok else f"; its kernels would need more ({triton})"
+            lacking = [str(one) for one in (gpu.triton_part(), native_library.part()) if not one.ok]
+            kernels = f"; its kernels would need more ({'; '.join(lacking)})" if lacking else ""
             raise BackendUnavailable(f"no GPU ({machine.reason}){kernels}") from machine.error
         return [DeviceInfo(one.index, one.name, one.memory_bytes, _details(one)) for one in machine.gpus]
 
