@@ -19,6 +19,7 @@ from deepinfer_hal.conformance.device_cases import device_cases
 from deepinfer_hal.conformance.verdict import Declined
 from deepinfer_hal.errors import BackendUnavailable
 from deepinfer_hal.reference_communicator import ReferenceCommunicator
+from deepinfer_hal.workspaces import StreamWorkspaces
 
 from tests.unit import npu_on_host
 from tests.unit.npu_on_host import NpuOnHost, stand_in
@@ -175,9 +176,8 @@ def test_a_library_for_another_architecture_is_not_loaded(calls, monkeypatch, tm
     assert part.ok and "without rope, which did not compile, from other sources" in part.found
 
 
-def test_each_stream_has_a_workspace_that_stays_where_it_is(monkeypatch):
-    monkeypatch.setattr(npu_library, "WORKSPACE_BYTES", 4096)
-    rooms = npu_library.Workspaces(torch.device("cpu"))
+def test_each_stream_has_a_workspace_that_stays_where_it_is():
+    rooms = StreamWorkspaces(torch.device("cpu"), 4096)
     first, second = rooms(16), rooms(32)
     assert first != second and first[1] == 4096 and (rooms(16), rooms(32)) == (first, second)
 

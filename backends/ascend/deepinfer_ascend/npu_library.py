@@ -18,6 +18,7 @@ from deepinfer_hal.c_abi import CLibrary
 from deepinfer_hal.card import get_card
 from deepinfer_hal.errors import BackendUnavailable
 from deepinfer_hal.kernel import Kernel
+from deepinfer_hal.workspaces import StreamWorkspaces
 
 from deepinfer_ascend import npu, npu_runtime, support
 
@@ -65,26 +66,13 @@ def sources_digest() -> str | None:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-class Workspaces:
-    """A workspace for each stream of a device, made at the stream's first call and kept for as long as the process lives,
-    so that captured graphs find it where it was. A stream that is captured must have been warmed up."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._made = device, {}
-
-    def __call__(self, stream: int | None) -> tuple[int, int]:
-        if stream not in self._made:
-            self._made[stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        room = self._made[stream]
-        return room.data_ptr(), room.numel()
-
-
 @functools.cache
 def library(index: int, device: torch.device) -> CLibrary:
     """The library bound to a device: calls go to the stream that is current there."""
     npu_runtime.open_device(index)
     stream = functools.partial(npu_runtime.current_stream_pointer, index)
-    return CLibrary(LIBRARY, stream=stream, pack_weight=lambda handle: handle.packed(), workspace=Workspaces(device))
+    workspace = StreamWorkspaces(device, WORKSPACE_BYTES)
+    return CLibrary(LIBRARY, stream=stream, pack_weight=lambda handle: handle.packed(), workspace=workspace)
 
 
 def kernels(index: int, device: torch.device) -> Sequence[Kernel]:

@@ -7,6 +7,7 @@ import functools
 import torch
 from deepinfer_hal.c_abi import CLibrary
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
+from deepinfer_hal.workspaces import StreamWorkspaces
 
 from deepinfer_cuda import weights
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
@@ -18,25 +19,12 @@ PRIORITY = 100
 """Above the Triton kernels'."""
 
 
-class Workspaces:
-    """A workspace for each stream, made at the stream's first call and kept, so that captured graphs find it where it was."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._made = device, {}
-
-    def __call__(self, stream: int | None) -> tuple[int, int]:
-        if stream not in self._made:
-            self._made[stream] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        room = self._made[stream]
-        return room.data_ptr(), room.numel()
-
-
 @functools.cache
 def library(device: torch.device) -> CLibrary:
     """The library bound to a device: calls go to the stream that is current there."""
     return CLibrary(
         LIBRARY, stream=lambda: torch.cuda.current_stream(device).cuda_stream, pack_weight=weights.pack_weight,
-        workspace=Workspaces(device),
+        workspace=StreamWorkspaces(device, WORKSPACE_BYTES),
     )  # fmt: skip
 
 
