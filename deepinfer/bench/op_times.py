@@ -13,8 +13,13 @@ from typing import Any
 
 from deepinfer_hal.weights import WeightHandle
 
+from deepinfer.bench.phases import Phases
+
 SAMPLES = 5
 SAMPLE_SECONDS = 4e-3
+_FEWEST_SAMPLES, _CLOSE = 3, 0.005
+"""So few samples do where they lie within this share of their median."""
+
 _RUN_SECONDS = 0.5
 _FLOAT8_OPS = frozenset({"linear", "grouped_linear", "grouped_gemm", "score_index"})
 """Ops whose operands are codes, so that a device may multiply them as such."""
@@ -67,15 +72,24 @@ class Timing:
     graph: bool
 
 
-def time_run(backend: Any, index: int, run: Callable[[], None], graphs: Any = None) -> Timing:
-    """Times `run`, replayed from a graph if `graphs` is given. Samples last long enough for the clock to tell; long runs get
-    fewer samples."""
+def time_run(
+    backend: Any, index: int, run: Callable[[], None], graphs: Any = None, phases: Phases | None = None
+) -> Timing:
+    """Times `run`, replayed from a graph if `graphs` is given. Samples last long enough for the clock to tell; long runs and
+    runs that hardly differ get fewer samples. phases: counts captures and samples."""
+    phases = phases or Phases()
     replay, graph = run, None
-    if graphs is not None:
-        graph = graphs.capture(run)
-        replay = graph.replay
-    else:
-        run()
+    with phases("captures" if graphs is not None else "first calls"):
+        if graphs is not None:
+            graph = graphs.capture(run)
+            replay = graph.replay
+        else:
+            run()
+    with phases("samples"):
+        return _timing(backend, index, replay, graph)
+
+
+def _timing(backend: Any, index: int, replay: Callable[[], None], graph: Any) -> Timing:
     clock = backend.timer(index)
 
     def sample(times: int) -> float:
@@ -86,7 +100,11 @@ def time_run(backend: Any, index: int, run: Callable[[], None], graphs: Any = No
 
     one = sample(1)
     times = max(1, min(int(SAMPLE_SECONDS / max(one, 1e-7)), 1000))
-    values = [sample(times) for _ in range(max(1, min(SAMPLES, int(_RUN_SECONDS / max(one, 1e-7)))))]
+    values = []
+    for _ in range(max(1, min(SAMPLES, int(_RUN_SECONDS / max(one, 1e-7))))):
+        values.append(sample(times))
+        if len(values) >= _FEWEST_SAMPLES and max(values) - min(values) <= _CLOSE * statistics.median(values):
+            break
     if hasattr(graph, "reset"):
         graph.reset()
     return Timing(statistics.median(values), min(values), max(values), graph is not None)

@@ -10,46 +10,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings
 
 from deepinfer.bench.extrapolate import DRAFTS, extrapolate, missing_kinds, whole_model_ops
 from deepinfer.bench.op_times import Timing, time_run
+from deepinfer.bench.phases import Phases, describe
 from deepinfer.bench.slice_config import Slice, kind_counts, replayed_kind_counts
 from deepinfer.bench.slice_gap import measure_gap
+from deepinfer.bench.slice_memory import check_memory, decode_rows
 from deepinfer.bench.slice_model import SliceModel
 from deepinfer.bench.slice_steps import BoundNetwork, StepBench
-from deepinfer.errors import ConfigError
+from deepinfer.bench.slice_workload import Workload
 from deepinfer.runner.graphs import DRAFT_ONLY, eager_reason
 
 _CEILING_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class Workload:
-    """requests: sequences of the decode steps; context: tokens before each; prefill: tokens of the prefill steps, from the
-    start of a sequence; ops_at: of which request counts and prefill sizes every op is timed; gap_steps: decode steps of the
-    engine's own loop, at each request count of ops_at. seconds: steps that would begin later than so long after the start are
-    left out; 0: none is."""
-
-    requests: tuple[int, ...]
-    context: int
-    prefill: tuple[int, ...]
-    ops_at: tuple[int, ...]
-    gap_steps: int = 0
-    seconds: float = 0.0
-
-    def check(self) -> None:
-        """ConfigError for sizes of which there can be no step."""
-        if not self.requests and not self.prefill:
-            raise ConfigError("requests", "there is neither a decode nor a prefill step: give some with --requests or --prefill")
-        for name, sizes in (("requests", self.requests), ("prefill", self.prefill)):
-            if min(sizes, default=1) < 1:
-                raise ConfigError(name, f"{min(sizes)} is no size of a step: give numbers from 1 on, or `-` for none")
-        if self.requests and self.context < 1 + DRAFTS:
-            raise ConfigError("context", f"{self.context} does not hold the tokens of a verify step: give {1 + DRAFTS} or more")
 
 
 Say = Callable[[str], None]
@@ -59,24 +36,31 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
     """All steps of the workload as plain values for a report; `say` hears each as it comes. A step that fails is an entry with
     its error, and the others go on."""
     started = time.monotonic()
-    ceilings = measure_ceilings(backend, index, _CEILING_BYTES)
+    memory = check_memory(cut, load, backend, index)
+    free = backend.memory_info(index).free_bytes
+    phases = Phases(lambda: backend.synchronize(index))
+    with phases("ceilings"):
+        ceilings = measure_ceilings(backend, index, _CEILING_BYTES)
     say(describe_ceilings(ceilings))
-    longest = max((load.context if load.requests else 0, *load.prefill))
-    model = SliceModel(backend, index, cut, max(load.requests, default=1), longest)
-    bench = _Bench(backend, index, model, ceilings, say, started + load.seconds if load.seconds else math.inf)
-    drafted = model.text.dspark_block_size if model.text.draft_layers else 1
-    most = max((requests * max(1 + DRAFTS, drafted) for requests in load.requests), default=0)
+    model = SliceModel(backend, index, cut, max(load.requests, default=1), load.longest, phases)
+    begun = phases.take()
+    say(f"made: {describe(begun)}")
+    bench = _Bench(backend, index, model, ceilings, say, started + load.seconds if load.seconds else math.inf, phases)
+    most = decode_rows(model.text, load)
     steps = []
     for requests in load.requests:
-        for tokens in (1, 1 + DRAFTS):
+        for tokens in (1, 1 + DRAFTS) if requests in load.verify else (1,):
             what = {"kind": "decode" if tokens == 1 else "verify", "requests": requests, "tokens": tokens}
             steps.append(bench.step(what, load.context - tokens, tokens, most, requests in load.ops_at))
     bench.bind(0)
-    gaps = [bench.gap(requests, load.gap_steps) for requests in load.requests if requests in load.ops_at and load.gap_steps]
+    gaps = [bench.gap(requests, load.gap_steps) for requests in load.loops]
     for tokens in load.prefill:
         steps.append(bench.step({"kind": "prefill", "requests": 1, "tokens": tokens}, 0, 1, tokens, tokens in load.ops_at))
     bench.bind(0)
-    bench.measure_ceilings_again()
+    with phases("ceilings"):
+        bench.measure_ceilings_again()
+    for name, value in phases.take().items():
+        begun[name] = begun.get(name, 0.0) + value
     result = {
         "device": f"{backend.name}:{index}",
         "device_name": next((one.name for one in backend.probe() if one.index == index), ""),
@@ -91,6 +75,8 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
         "draft_experts": cut.config.text.dspark_n_routed_experts,
         "context": load.context,
         "ceilings": asdict(bench.ceilings),
+        "memory": {**asdict(memory), "total": memory.total, "free": free},
+        "phases": begun,
         "steps": steps,
         "gaps": gaps,
         "kernels": bench.kernels,
@@ -118,9 +104,9 @@ class _Bench:
     """What the steps of one slice share."""
 
     def __init__(
-        self, backend: Any, index: int, model: SliceModel, ceilings: Ceilings, say: Say, deadline: float
+        self, backend: Any, index: int, model: SliceModel, ceilings: Ceilings, say: Say, deadline: float, phases: Phases
     ) -> None:
-        self.deadline = deadline
+        self.deadline, self.phases = deadline, phases
         self.backend, self.index, self.model, self.ceilings, self.say = backend, index, model, ceilings, say
         self.bound: BoundNetwork | None = None
         self.kernels: list[dict[str, Any]] = []
@@ -133,7 +119,8 @@ class _Bench:
         if self.bound is not None and self.bound.network.buffers.max_rows == max_rows:
             return
         self.bound = None
-        self.bound = BoundNetwork(self.model, max_rows) if max_rows else None
+        with self.phases("networks"):
+            self.bound = BoundNetwork(self.model, max_rows) if max_rows else None
 
     def step(self, what: dict[str, Any], before: int, logits_each: int, rows: int, with_ops: bool) -> dict[str, Any]:
         """One step whole, in parts and, if asked, by op, on a network of `rows` rows. Never raises for what a kernel does."""
@@ -141,7 +128,7 @@ class _Bench:
             return {**what, "error": "not run: the time given to the benchmark was spent"}
         try:
             self.bind(rows)
-            return self._step(what, before, logits_each, with_ops)
+            return self._told(self._step(what, before, logits_each, with_ops))
         except Exception as error:  # a benchmark of many sizes outlives one that cannot be run
             self.say(f"{what}: {type(error).__name__}: {error}")
             return {**what, "error": f"{type(error).__name__}: {error}"}
@@ -158,19 +145,26 @@ class _Bench:
         if time.monotonic() > self.deadline:
             return {"requests": requests, "error": "not run: the time given to the benchmark was spent"}
         try:
-            found = measure_gap(self.backend, self.index, self.model, requests, steps)
+            found = self._told(measure_gap(self.backend, self.index, self.model, requests, steps, self.phases))
         except Exception as error:  # as in `step`
             found = {"requests": requests, "error": f"{type(error).__name__}: {error}"}
         self.say(f"engine loop: {found}")
         return found
 
+    def _told(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The result with the seconds that it took, by phase."""
+        found["phases"] = self.phases.take()
+        self.say(f"  {describe(found['phases'])}")
+        return found
+
     def _step(self, what: dict[str, Any], before: int, logits_each: int, with_ops: bool) -> dict[str, Any]:
         logits_each = min(logits_each, what["tokens"])
-        step = StepBench(self.model, self.bound, what["requests"], what["tokens"], before, logits_each)
-        step.whole()  # what serves a call may be known only when it is made
+        with self.phases("first calls"):
+            step = StepBench(self.model, self.bound, what["requests"], what["tokens"], before, logits_each)
+            step.whole()  # what serves a call may be known only when it is made
         self.kernels = [vars(choice) for choice in step.dispatcher.table()]
         self.fallbacks = dict(step.dispatcher.fallbacks)
-        prefill = what["kind"] == "prefill"
+        prefill, drafts = what["kind"] == "prefill", what["kind"] == "verify" or with_ops
         reason = "a prefill is not captured" if prefill else eager_reason(step.dispatcher, step.outside | DRAFT_ONLY)
         if self.graphs is None:
             reason = "the backend captures no graphs"
@@ -178,10 +172,11 @@ class _Bench:
         whole = self._time(step.whole, graphs)
         found: dict[str, Any] = {**what, "eager_because": "" if graphs else reason, "whole": asdict(whole)}
         self.say(f"{what}: {1e3 * whole.median:.3f} ms" + ("" if graphs else f" (eager: {reason})"))
-        parts = {name: run for name, run in step.parts().items() if not (prefill and name == "draft")}
+        parts = {name: run for name, run in step.parts().items() if name != "draft" or (drafts and not prefill)}
         found["parts"] = {name: asdict(self._time(run, graphs)) for name, run in parts.items() if name != "draft"}
         if "draft" in parts:
-            parts["draft"]()
+            with self.phases("first calls"):
+                parts["draft"]()
             captured = graphs if eager_reason(step.dispatcher, step.outside) is None else None
             found["parts"]["draft"] = asdict(self._time(parts["draft"], captured))
         found["finite"] = step.finite()
@@ -190,15 +185,16 @@ class _Bench:
         return found
 
     def _time(self, run: Callable[[], None], graphs: Any) -> Timing:
-        return time_run(self.backend, self.index, run, graphs)
+        return time_run(self.backend, self.index, run, graphs, self.phases)
 
     def _ops(self, step: StepBench, parts: dict[str, Callable[[], None]]) -> list[dict[str, Any]]:
         """Time, bytes and FLOPs of every op, most expensive first; `parts`: in which part of the step each call was made."""
         recorder = step.recorder
         recorder.found.clear()
         step.dispatcher.observer = recorder
-        for recorder.part, run in parts.items():
-            run()
+        with self.phases("recording ops"):
+            for recorder.part, run in parts.items():
+                run()
         step.dispatcher.observer = None
         eager = {op for choice in step.dispatcher.table() for op in choice.eager}
         rows = []

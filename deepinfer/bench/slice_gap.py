@@ -11,6 +11,8 @@ import torch
 from deepinfer_hal.dispatch import Dispatcher
 
 from deepinfer.bench.op_times import time_run
+from deepinfer.bench.phases import Phases
+from deepinfer.bench.slice_memory import LOOP_ROWS
 from deepinfer.bench.slice_model import SliceModel
 from deepinfer.bench.slice_steps import Settings, random_settings
 from deepinfer.config import EngineConfig
@@ -25,7 +27,7 @@ PROMPT_TOKENS = 16
 _SETTLE_STEPS = 8
 
 
-def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, steps: int) -> dict[str, Any]:
+def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, steps: int, phases: Phases) -> dict[str, Any]:
     """Seconds a decode step of `requests` sequences by the engine's loop, with scheduling, sampling, settling and detokenising
     off; of that on the device; and the difference, which is the device's idle time where steps are captured.
 
@@ -35,11 +37,13 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
     length = PROMPT_TOKENS + steps + 3 * _SETTLE_STEPS
     config = EngineConfig.create(
         model="slice", backend=f"{backend.name}:{index}", max_num_seqs=requests, max_model_len=length,
-        max_num_batched_tokens=max(2048, requests),
+        max_num_batched_tokens=max(LOOP_ROWS, requests),
     )  # fmt: skip
-    runner = _runner(backend, index, model, config, requests, length)
+    with phases("networks"):
+        runner = _runner(backend, index, model, config, requests, length)
     free = backend.memory_info(index).free_bytes
-    runner.warm_up()
+    with phases("warm-up"):
+        runner.warm_up()
     taken = free - backend.memory_info(index).free_bytes
     engine = assemble(config, runner, None, frozenset(), overlap=not runner.synchronous)
     draw = np.random.default_rng(requests)
@@ -65,7 +69,7 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
 
 
 def _runner(backend: Any, index: int, model: SliceModel, config: EngineConfig, requests: int, length: int) -> Runner:
-    sizes = Sizes(length, requests, model.state.num_blocks, max(2048, requests))
+    sizes = Sizes(length, requests, model.state.num_blocks, max(LOOP_ROWS, requests))
     network = model.network(sizes.max_rows)
     loaded = Loaded(
         config, SimpleNamespace(config=model.config), backend, index, model.numerics, sizes, network.dispatcher, model.weights,

@@ -13,7 +13,9 @@ import torch
 from deepinfer_hal.dispatch import Dispatcher, Observer
 from deepinfer_hal.row_layout import sections
 
+from deepinfer.bench.phases import Phases
 from deepinfer.bench.slice_config import Slice
+from deepinfer.bench.slice_memory import MAX_BACKTRACK, logit_rows
 from deepinfer.checkpoint.tensors import TensorSpec, expected_tensors
 from deepinfer.model.load import ModelWeights, WeightLoader
 from deepinfer.model.network import Network
@@ -66,7 +68,7 @@ def _e4m3(raw: torch.Tensor) -> torch.Tensor:
 class SliceModel:
     """A loaded slice on one device. Sequences hold `context` tokens in blocks of their own, sequence s in slot s."""
 
-    def __init__(self, backend: Any, index: int, cut: Slice, sequences: int, context: int) -> None:
+    def __init__(self, backend: Any, index: int, cut: Slice, sequences: int, context: int, phases: Phases | None = None) -> None:
         self.backend, self.index, self.slice = backend, index, cut
         self.config, self.text = cut.config, cut.config.text
         self.device = backend.device(index)
@@ -75,10 +77,13 @@ class SliceModel:
         self.sequences, self.context = sequences, self.blocks_each * BLOCK_TOKENS
         source = RandomCheckpoint(self.config, self.device)
         loader = WeightLoader(self.config, source.read, self._prepare, self.device, self.numerics.stream_dtype)
-        self.weights: ModelWeights = loader.model()
-        layout = plan_state(self.text, self.numerics, max_backtrack=6)
-        self.state = State(layout, sequences, sequences * self.blocks_each, self.context + BLOCK_TOKENS, self.device)
-        fill_state(self.state, self.numerics, self.text, source.generator)
+        phases = phases or Phases()
+        with phases("weights"):
+            self.weights: ModelWeights = loader.model()
+        layout = plan_state(self.text, self.numerics, max_backtrack=MAX_BACKTRACK)
+        with phases("caches"):
+            self.state = State(layout, sequences, sequences * self.blocks_each, self.context + BLOCK_TOKENS, self.device)
+            fill_state(self.state, self.numerics, self.text, source.generator)
 
     def _prepare(self, role: str, canonical: Any) -> Any:
         return self.backend.prepare_weight(self.index, role, canonical)
@@ -93,7 +98,7 @@ class SliceModel:
             token_map = ids % (text.engram_compressed_vocab_size or text.vocab_size)
         network = Network(
             text, self.weights, self.state, self.numerics, dispatcher, max_rows=max_rows,
-            max_logit_rows=min(max_rows, max(8 * self.sequences, 64)),
+            max_logit_rows=logit_rows(max_rows, self.sequences),
             max_tokens=self.context + 8, token_map=token_map, with_draft=True,
         )  # fmt: skip
         network.dispatcher = dispatcher

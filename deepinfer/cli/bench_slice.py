@@ -24,11 +24,13 @@ def rank_slice(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the slice; from one of each kind on, the whole follows.")] = 6,
     ranks: Annotated[str, typer.Option(help="Expert-parallel sizes, of which the slice is one rank.")] = "64",
     requests: Annotated[str, typer.Option(help="Sequences of the decode steps; none: `-`.")] = "8,16,32,64,128,256",
+    verify: Annotated[str, typer.Option(help="Of these, the sequences of the verify steps; default: all; none: `-`.")] = "",
     context: Annotated[int, typer.Option(parser=human_size, metavar="N", help="Tokens before each.")] = 131_072,
     prefill: Annotated[str, typer.Option(help="Tokens of the prefill steps; none: `-`.")] = "4k,16k,64k",
     ops_at: Annotated[str, typer.Option(help="Sizes of which every op is timed too; none: `-`.")] = "64,4k",
     gap_steps: Annotated[int, typer.Option(min=0, help="Decode steps of the engine's own loop, for the gap between steps.")] = 64,
     seconds: Annotated[float, typer.Option(min=0, help="For each of --ranks; later steps are left out.")] = 0.0,
+    memory: Annotated[bool, typer.Option("--memory", help="Print what it takes of memory; measure nothing.")] = False,
     report: Report = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the extrapolation beside the published curve into this file.")] = None,
     as_json: Json = False,
@@ -37,20 +39,24 @@ def rank_slice(
     from deepinfer_hal.conformance.report import check_writable
     from deepinfer_hal.registry import open_backend
 
-    from deepinfer.bench.rank_slice import Workload, measure
+    from deepinfer.bench.rank_slice import measure
     from deepinfer.bench.report import make_report, write_report
     from deepinfer.bench.slice_config import make_slice
+    from deepinfer.bench.slice_workload import Workload
 
     config = _model_config(model)
-    load = Workload(_sizes(requests), context, _sizes(prefill), _sizes(ops_at), gap_steps, seconds)
+    sizes = _sizes(requests)
+    load = Workload(sizes, _sizes(verify) if verify else sizes, context, _sizes(prefill), _sizes(ops_at), gap_steps, seconds)
     load.check()
+    cuts = [make_slice(config, layers, one) for one in _sizes(ranks)]
+    if memory:
+        return _print_memory(cuts, load, *open_backend(backend))
     if report is not None:
         check_writable(report)
     if plot is not None:
         from deepinfer.bench.slice_plot import check_plot
 
         check_plot()
-    cuts = [make_slice(config, layers, one) for one in _sizes(ranks)]
     device, index = open_backend(backend)
     results = []
     for cut in cuts:
@@ -70,6 +76,18 @@ def rank_slice(
         for result in results:
             print_slice(result)
     return 1 if any("error" in step for result in results for step in result["steps"]) else 0
+
+
+def _print_memory(cuts: list[Any], load: Any, device: Any, index: int) -> int:
+    """What each slice takes beside what the device has; 1 if one does not fit."""
+    from deepinfer.bench.slice_memory import plan_memory
+
+    free = device.memory_info(index).free_bytes
+    plans = [plan_memory(cut, load, device, index) for cut in cuts]
+    for cut, plan in zip(cuts, plans, strict=True):
+        print(f"EP{cut.ranks}, {len(cut.layers)} layers: {format_bytes(plan.total)} ({plan})")
+    print(f"{device.name}:{index} has {format_bytes(free)} free" if free else f"{device.name}:{index} does not tell its memory")
+    return 1 if free and any(plan.total > free for plan in plans) else 0
 
 
 def _model_config(name: str) -> Any:

@@ -13,9 +13,10 @@ from recording_backend import RecordingBackend
 
 from deepinfer.bench import op_times, rank_slice, slice_plot
 from deepinfer.bench.extrapolate import PUBLISHED_DECODE, extrapolate, published_scaled, scaled, whole_model_ops
-from deepinfer.bench.rank_slice import Workload, measure
+from deepinfer.bench.rank_slice import measure
 from deepinfer.bench.slice_config import choose_layers, kind_counts, make_slice
 from deepinfer.bench.slice_model import SliceModel
+from deepinfer.bench.slice_workload import Workload
 from deepinfer.bench.v41 import released_config
 from deepinfer.cli.main import main
 from deepinfer.errors import ConfigError
@@ -86,7 +87,7 @@ def short_samples():
 
 @pytest.fixture(scope="module")
 def result(short_samples):
-    load = Workload(requests=(2,), context=256, prefill=(200,), ops_at=(2,), gap_steps=3)
+    load = Workload(requests=(2,), verify=(2,), context=256, prefill=(200,), ops_at=(2,), gap_steps=3)
     return measure(RecordingBackend(), 0, make_slice(NANO, 6, 2), load)
 
 
@@ -141,7 +142,7 @@ class TestMeasuring:
                 super().__init__(model, bound, requests, *rest)
 
         monkeypatch.setattr(rank_slice, "StepBench", Failing)
-        found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((2, 1), 128, (), ()))
+        found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((2, 1), (2, 1), 128, (), ()))
         assert [step.get("error") for step in found["steps"]] == ["RuntimeError: no such size"] * 2 + [None] * 2
         assert found["whole_model"] == [] and found["missing_kinds"]
 
@@ -149,12 +150,12 @@ class TestMeasuring:
 def test_a_device_that_a_step_left_unusable_loses_no_result(monkeypatch):
     ceilings = [rank_slice.measure_ceilings(CpuBackend(), 0, 1 << 20)]
     monkeypatch.setattr(rank_slice, "measure_ceilings", lambda *given: ceilings.pop())
-    found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), 128, (), ()))
+    found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), (1,), 128, (), ()))
     assert found["steps"][0]["finite"] and found["ceilings"]["bandwidth"] > 0
 
 
 def test_steps_after_the_time_given_are_left_out_and_say_so():
-    found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), 128, (64,), (1,), gap_steps=1, seconds=1e-6))
+    found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), (1,), 128, (64,), (1,), gap_steps=1, seconds=1e-6))
     assert {one["error"] for one in (*found["steps"], *found["gaps"])} == {"not run: the time given to the benchmark was spent"}
 
 
