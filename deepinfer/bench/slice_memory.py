@@ -20,6 +20,7 @@ from deepinfer.errors import CapacityError, ConfigError
 from deepinfer.model.graph_plan import temporary_bytes
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.state import BLOCK_TOKENS, plan_state
+from deepinfer.runner.staging import in_host_memory
 from deepinfer.units import format_bytes
 
 MAX_BACKTRACK = 6
@@ -94,7 +95,7 @@ def plan_memory(cut: Slice, load: Workload, backend: Any, index: int) -> SliceMe
     return SliceMemory(
         weights=pools.weight_bytes, caches=pools.kv_bytes + pools.state_bytes + pools.history_bytes,
         steps=max(network(rows) for rows in sizes if rows), loading=_LOADING_COPIES * largest,
-        spare=HOST_SPARE_BYTES if backend.device(index).type == "cpu" else SPARE_BYTES,
+        spare=HOST_SPARE_BYTES if in_host_memory(backend.device(index)) else SPARE_BYTES,
     )  # fmt: skip
 
 

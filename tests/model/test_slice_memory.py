@@ -71,8 +71,7 @@ class TestWhatDoesNotFit:
         advised = {words[place - 2]: int(words[place]) for place in range(2, len(words)) if words[place - 1] == "to"}
         fits = check_memory(make_slice(RELEASED, advised["--layers"], 1), LOAD, backend, 0)
         assert fits.total <= 80 << 30
-        with pytest.raises(CapacityError):
-            check_memory(make_slice(RELEASED, advised["--layers"] + 1, 1), LOAD, backend, 0)
+        assert plan_memory(make_slice(RELEASED, advised["--layers"] + 1, 1), LOAD, backend, 0).total > 80 << 30
 
     def test_is_refused_before_anything_is_measured(self, monkeypatch):
         monkeypatch.setattr(rank_slice, "measure_ceilings", lambda *given: pytest.fail("measured"))
