@@ -151,10 +151,13 @@ def _gap_text(gap: dict[str, Any]) -> str:
     if "error" in gap:
         return f"engine loop, {gap['requests']} requests: failed: {gap['error']}"
     text = f"engine loop, {gap['requests']} requests: {1e3 * gap['step_seconds']:.3f} ms a step of the slice"
+    if gap["between_seconds"] is not None:
+        share, largest = 100 * gap["between_share"], 1e6 * gap["between_largest"]
+        text += f", {1e6 * gap['between_seconds']:.1f} us idle between steps ({share:.2f} %; largest {largest:.1f} us)"
     if gap["device_seconds"] is None:
         return f"{text}; steps are eager, so the device's share is not told"
-    idle = f"{1e6 * gap['gap_seconds']:.1f} us idle ({100 * gap['idle_share']:.1f} % of the slice's step)"
-    return f"{text}, {1e3 * gap['device_seconds']:.3f} ms of it on the device, {idle}; {gap['graphs']} graphs"
+    idle = f"{1e6 * gap['gap_seconds']:.1f} us more than the device's work alone ({100 * gap['idle_share']:.2f} %)"
+    return f"{text}, {idle}; {gap['graphs']} graphs"
 
 
 def _ops_table(step: dict[str, Any]) -> Any:

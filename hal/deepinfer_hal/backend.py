@@ -152,6 +152,16 @@ class Backend:
         device = self.device(index)
         return torch.Event(device) if _is_accelerator(device) else None
 
+    def mark(self, index: int) -> Any:
+        """(optional) A point of the current stream, recorded now; `a.elapsed_time(b)` is the milliseconds from one to another
+        once both have passed. Default: torch.Event on an accelerator, else None, the host's clock tells."""
+        device = self.device(index)
+        if not _is_accelerator(device):
+            return None
+        made = torch.Event(device, enable_timing=True)
+        made.record()
+        return made
+
     def timer(self, index: int) -> Callable[[], float]:
         """(optional) Clock in seconds that includes the device's work; default: the host's, read after `synchronize`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from recording_backend import RecordingBackend
 
 from deepinfer.bench import op_times, rank_slice, slice_plot
 from deepinfer.bench.extrapolate import PUBLISHED_DECODE, extrapolate, published_scaled, scaled, whole_model_ops
+from deepinfer.bench.phases import Phases
 from deepinfer.bench.rank_slice import measure
 from deepinfer.bench.slice_config import choose_layers, kind_counts, make_slice
+from deepinfer.bench.slice_gap import measure_gap, step_times
 from deepinfer.bench.slice_model import SliceModel
 from deepinfer.bench.slice_workload import Workload
 from deepinfer.bench.v41 import released_config
@@ -91,6 +94,21 @@ def result(short_samples):
     return measure(RecordingBackend(), 0, make_slice(NANO, 6, 2), load)
 
 
+class Marking(CpuBackend):
+    """Marks of the host's clock, as a device's that does everything at once."""
+
+    def mark(self, index):
+        return HostMark()
+
+
+class HostMark:
+    def __init__(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)
+
+
 def test_the_token_after_the_context_has_a_place_in_the_history():
     model = SliceModel(CpuBackend(), 0, make_slice(NANO, 2, 2), sequences=1, context=256)
     step = rank_slice.StepBench(model, rank_slice.BoundNetwork(model, 5), 1, 1, before=255)
@@ -130,6 +148,24 @@ class TestMeasuring:
     def test_the_engines_own_loop_tells_the_gap_between_steps(self, result):
         (gap,) = result["gaps"]
         assert gap["graphs"] > 0 and gap["gap_seconds"] == pytest.approx(gap["step_seconds"] - gap["device_seconds"])
+        assert gap["between_share"] is None  # host memory has no marks
+
+    def test_idle_time_between_steps_is_what_lies_between_their_marks(self):
+        class At(float):
+            def elapsed_time(self, later):
+                return later - self
+
+        marks = [(At(0), At(9)), (At(9.5), At(19)), (At(19), At(29)), (At(31), At(40))]
+        told = step_times(marks, host_seconds=1.0)
+        assert told["step_seconds"] == pytest.approx(31e-3 / 3) and told["between_seconds"] == pytest.approx(2.5e-3 / 3)
+        assert told["between_largest"] == pytest.approx(2e-3) and told["between_share"] == pytest.approx(2.5 / 31)
+
+    def test_the_loops_marks_open_and_close_every_step(self):
+        backend = Marking()
+        model = SliceModel(backend, 0, make_slice(NANO, 2, 2), 2, 128)
+        gap = measure_gap(backend, 0, model, 2, 4, Phases())
+        assert gap["step_seconds"] == pytest.approx(gap["host_seconds"], rel=0.8)
+        assert 0 < gap["between_seconds"] < gap["step_seconds"] and gap["between_share"] < 1
 
     def test_kernels_are_named(self, result):
         assert any(kernel["op"] == "sparse_attention" and kernel["symbol"] for kernel in result["kernels"])

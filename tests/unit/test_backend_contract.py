@@ -176,7 +176,7 @@ class TestDefaults:
         backend = self.backend
         assert backend.kernels(0) == ()
         assert backend.communicator(0) is backend.graphs(0) is backend.ipc(0) is None
-        assert backend.stream(0) is backend.event(0) is None
+        assert backend.stream(0) is backend.event(0) is backend.mark(0) is None
         assert backend.memory_info(0) == MemoryInfo(0, 0)
         assert backend.profiles() == {} and backend.describe_build() == {}
         backend.synchronize(0)

@@ -174,6 +174,13 @@ def test_the_clock_adds_up_the_spans_between_its_readings(calls, monkeypatch):
     assert all(call.arguments["enable_timing"] for call in calls if call.name == "Event")
 
 
+def test_marks_tell_the_time_between_them_and_do_not_wait(calls):
+    backend = CudaOnHost()
+    first, second = backend.mark(0), backend.mark(0)
+    assert 0 <= first.elapsed_time(second) < 1e3
+    assert "synchronize" not in names(calls)
+
+
 def test_a_captured_step_replays_with_what_its_buffers_hold_now(calls):
     graphs = CudaOnHost().graphs(0)
     x, y = torch.ones(4), torch.zeros(4)

@@ -118,6 +118,9 @@ class AscendBackend(Backend):
     def event(self, index: int) -> Any:
         return None if index == TWIN_INDEX else npu_runtime.event()
 
+    def mark(self, index: int) -> Any:
+        return None if index == TWIN_INDEX else npu_runtime.mark(index)
+
     def timer(self, index: int) -> Callable[[], float]:
         return super().timer(index) if index == TWIN_INDEX else npu_runtime.timer(index)
 

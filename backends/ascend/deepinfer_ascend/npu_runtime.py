@@ -8,6 +8,7 @@ signatures.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,16 +57,18 @@ def synchronize(index: int) -> None:
     torch_npu.npu.synchronize(index)
 
 
-def timer(index: int) -> Callable[[], float]:
-    """Clock in seconds by the device's own events, from when the clock was made; reading it waits for the device."""
+def mark(index: int) -> Any:
+    """An event that can tell times, recorded now on the current stream."""
     import torch_npu
 
-    def mark() -> Any:
-        made = torch_npu.npu.Event(enable_timing=True)
-        made.record(torch_npu.npu.current_stream(index))
-        return made
+    made = torch_npu.npu.Event(enable_timing=True)
+    made.record(torch_npu.npu.current_stream(index))
+    return made
 
-    return event_time.event_clock(mark)
+
+def timer(index: int) -> Callable[[], float]:
+    """Clock in seconds by the device's own events, from when the clock was made; reading it waits for the device."""
+    return event_time.event_clock(functools.partial(mark, index))
 
 
 def wait_bounded(index: int, seconds: float) -> None:

@@ -81,6 +81,9 @@ class CudaBackend(Backend):
     def event(self, index: int) -> Any:
         return runtime.event(index)
 
+    def mark(self, index: int) -> Any:
+        return runtime.mark(index)
+
     def timer(self, index: int) -> Callable[[], float]:
         return runtime.timer(index)
 

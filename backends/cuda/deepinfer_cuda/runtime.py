@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,16 +33,17 @@ def synchronize(index: int) -> None:
     torch.cuda.synchronize(index)
 
 
+def mark(index: int) -> Any:
+    """An event that can tell times, recorded now on the current stream."""
+    with torch.cuda.device(index):
+        made = torch.cuda.Event(enable_timing=True)
+        made.record(torch.cuda.current_stream(index))
+    return made
+
+
 def timer(index: int) -> Callable[[], float]:
     """Clock in seconds by the device's own events on its current stream; reading it waits for that stream."""
-
-    def mark() -> Any:
-        with torch.cuda.device(index):
-            made = torch.cuda.Event(enable_timing=True)
-            made.record(torch.cuda.current_stream(index))
-        return made
-
-    return event_time.event_clock(mark)
+    return event_time.event_clock(functools.partial(mark, index))
 
 
 def wait_bounded(index: int, seconds: float) -> None:
