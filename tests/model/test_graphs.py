@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,10 @@ from deepinfer.config import EngineConfig
 from deepinfer.model.graph_plan import GraphShape, capture_sizes, graph_shapes, token_limits
 from deepinfer.runner import load as loading
 from deepinfer.runner.runner import Runner
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/cuda"))
+
+import graph_bits  # noqa: E402
 
 PROMPTS = [[5, 9, 14], list(range(20, 170)), [7] * 40, [3, 1, 4, 1, 5], [600, 601, 602]]
 LENGTHS = [12, 5, 9, 12, 3]
@@ -82,6 +88,29 @@ class TestAnOpThatWaits:
     def test_matters_only_if_the_step_calls_it(self, monkeypatch, eager):
         told, graphs = generate(monkeypatch, RecordingBackend(waiting=frozenset({"draft_attention", "mask_logits", "sample"})))
         assert told == eager and graphs.reason is None and graphs.count
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory):
+    target = tmp_path_factory.mktemp("poisoned") / "nano"
+    graph_bits.poison(nano_folder("random"), target)
+    return target
+
+
+class TestARowOfNan:
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("eager", [False, True])
+    def test_ends_its_request_and_changes_no_other(self, monkeypatch, poisoned, overlap, eager):
+        monkeypatch.setattr(loading, "open_backend", lambda name: (RecordingBackend(), 0))
+        found = graph_bits.bad_row(poisoned, "recording", overlap=overlap, enforce_eager=eager)
+        assert graph_bits.stayed_alone(found), found
+        assert (found["replays_with_it"] > 0) == (not eager)
+
+    def test_is_what_the_token_makes(self, monkeypatch):
+        """The check's own check: without the poison nothing ends."""
+        monkeypatch.setattr(loading, "open_backend", lambda name: (RecordingBackend(), 0))
+        found = graph_bits.bad_row(nano_folder("random"), "recording")
+        assert not graph_bits.stayed_alone(found) and found["finish_reason"] == "length"
 
 
 def test_a_step_that_cannot_be_captured_after_all_says_what_to_do(monkeypatch):

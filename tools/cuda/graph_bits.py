@@ -1,23 +1,27 @@
 """Whether captured and eager decode steps give the same bits on a GPU: nano generates in both modes, tokens and log-probabilities
-are compared exactly, and with the CPU backend's tokens if asked.
+are compared exactly, and with the CPU backend's tokens if asked. And whether a row of NaN in a captured step stays alone: nano
+with one token that embeds as NaN, which one request is made to take.
 
     python tools/cuda/graph_bits.py [--backend cuda] [--with-cpu] [--json FILE]
 
-The exit status is 1 if the modes differ, if no step was captured, or if a request failed. One engine a process holds the device's
-memory; both modes here fit beside each other.
+The exit status is 1 if the modes differ, if no step was captured, if a request failed, or if the row of NaN was not told or
+changed another request. One engine a process holds the device's memory; three here fit beside each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.model_path import resolve_model
 
 LENGTHS = (40, 9, 23, 40, 3, 17, 31)
 """Tokens of each sequence: batches shrink through several padded sizes."""
@@ -25,25 +29,93 @@ LENGTHS = (40, 9, 23, 40, 3, 17, 31)
 _SEED = 5
 
 
-def generate(backend: str, **settings: Any) -> tuple[list[Any], LLM]:
-    """(tokens with every log-probability asked for, as plain values; the LLM)."""
-    llm = LLM("nano", backend=backend, max_model_len=1024, max_num_seqs=len(LENGTHS), **settings)
+POISONED = 1999
+"""The token that embeds as NaN; no prompt here has it, and only the bad request is made to sample it."""
+
+_NAN = b"\xc0\x7f"
+"""A BF16 NaN."""
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and settings, the same for all modes."""
     draw = np.random.default_rng(_SEED)
-    prompts = [draw.integers(3, 2000, 5 + 61 * number).tolist() for number in range(len(LENGTHS))]
+    prompts = [draw.integers(3, POISONED, 5 + 61 * number).tolist() for number in range(len(LENGTHS))]
     params = [
-        SamplingParams(max_tokens=length, temperature=0.0 if number % 2 else 0.8, seed=number, ignore_eos=True, logprobs=5)
+        SamplingParams(
+            max_tokens=length, temperature=0.0 if number % 2 else 0.8, seed=number, ignore_eos=True, logprobs=5,
+            logit_bias={POISONED: -100.0},
+        )
         for number, length in enumerate(LENGTHS)
-    ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    ]  # fmt: skip
+    return prompts, params
+
+
+def told(outputs: list[Any]) -> list[Any]:
+    """Tokens with every log-probability, as plain values. SystemExit if a request failed."""
     failed = [output.error for output in outputs if output.error]
     if failed:
         raise SystemExit(f"a request failed: {failed[0]}")
     choices = [output.outputs[0] for output in outputs]
-    told = [
+    return [
         [list(one.token_ids), [sorted((token, found.logprob) for token, found in entry.items()) for entry in one.logprobs]]
         for one in choices
     ]
-    return told, llm
+
+
+def generate(backend: str, **settings: Any) -> tuple[list[Any], LLM]:
+    """(tokens with every log-probability asked for, as plain values; the LLM)."""
+    llm = LLM("nano", backend=backend, max_model_len=1024, max_num_seqs=len(LENGTHS), **settings)
+    return told(llm.generate(*requests(), use_tqdm=False)), llm
+
+
+def poison(source: Path, target: Path) -> None:
+    """Copies a checkpoint's folder with the embedding of one token made NaN. ValueError where no file has an embedding."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.name != "SHA256SUMS":
+            shutil.copy(file, target)
+    for file in target.glob("*.safetensors"):
+        with file.open("r+b") as shard:
+            length = int.from_bytes(shard.read(8), "little")
+            spec = json.loads(shard.read(length)).get("embed.weight")
+            if spec is not None:
+                row = 2 * spec["shape"][1]
+                shard.seek(8 + length + spec["data_offsets"][0] + POISONED * row)
+                shard.write(_NAN * (row // 2))
+                return
+    raise ValueError(f"{source} has no embed.weight")
+
+
+def bad_row(folder: Path, backend: str, **settings: Any) -> dict[str, Any]:
+    """One request whose second step computes on NaN, among others: what became of it, and whether the others' tokens and
+    log-probabilities, with it and after it in its slot and blocks, are those without it. folder: a poisoned checkpoint."""
+    llm = LLM(str(folder), backend=backend, max_model_len=1024, max_num_seqs=len(LENGTHS) + 1, **settings)
+    prompts, params = requests()
+    without = told(llm.generate(prompts, params, use_tqdm=False))
+    replayed, graphs = [], llm.engine.runner.graphs
+    if graphs is not None:
+        launch = graphs.launch
+
+        def counted(shape: Any, meta: Any, rows: Any) -> Any:
+            replayed.append(meta.num_requests)
+            return launch(shape, meta, rows)
+
+        graphs.launch = counted
+    bad = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logit_bias={POISONED: 100.0})
+    *others, failed = llm.generate([*prompts, [5, 6, 7]], [*params, bad], use_tqdm=False)
+    after = told(llm.generate(prompts, params, use_tqdm=False))
+    ended = failed.outputs[0]
+    return {
+        "error": failed.error or "", "tokens": list(ended.token_ids), "finish_reason": ended.finish_reason,
+        "others_unchanged": told(others) == without, "unchanged_after_it": after == without,
+        "replays_with_it": sum(count == len(LENGTHS) + 1 for count in replayed),
+    }  # fmt: skip
+
+
+def stayed_alone(found: dict[str, Any]) -> bool:
+    """Whether the bad request ended with its error, after its first token, and no other changed."""
+    ended = "NaN" in found["error"] and found["finish_reason"] == "error" and found["tokens"] == [POISONED]
+    return ended and found["others_unchanged"] and found["unchanged_after_it"]
 
 
 def compare(backend: str, with_cpu: bool) -> dict[str, Any]:
@@ -77,10 +149,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     result = compare(arguments.backend, arguments.with_cpu)
+    with tempfile.TemporaryDirectory() as folder:
+        poison(resolve_model("nano"), Path(folder) / "nano")
+        result["bad_row"] = bad_row(Path(folder) / "nano", arguments.backend)
     print(json.dumps({key: value for key, value in result.items() if key != "kernels"}, indent=1))
     if arguments.json:
         arguments.json.write_text(json.dumps({"command": " ".join(sys.argv), **result}, indent=1) + "\n", encoding="utf-8")
-    return 0 if result["same_bits"] and result["graphs"] else 1
+    alone = stayed_alone(result["bad_row"]) and result["bad_row"]["replays_with_it"] > 0
+    return 0 if result["same_bits"] and result["graphs"] and alone else 1
 
 
 if __name__ == "__main__":
