@@ -43,7 +43,7 @@ def hal_bench(
     from deepinfer_hal.bench import Budget, run_bench
     from deepinfer_hal.bench_jobs import run_bench_jobs
     from deepinfer_hal.conformance.host import describe_subject, describe_suite
-    from deepinfer_hal.conformance.report import check_writable, read_report
+    from deepinfer_hal.conformance.report import check_writable, read_report, require_intact
     from deepinfer_hal.registry import open_backend
 
     from deepinfer.bench.report import make_report, write_report
@@ -54,6 +54,8 @@ def hal_bench(
         if json_file is not None:
             check_writable(json_file)
         known = read_report(report) if report is not None else None
+        if known is not None:
+            require_intact(known, "compare kernels with")
         budget = Budget(repeats, row_seconds, memory, cache)
         print(_HEAD, flush=True)
         ends = time.time() + seconds if seconds else math.inf

@@ -11,7 +11,7 @@ import typer
 from deepinfer.cli.options import Json
 from deepinfer.cli.terminal import note, print_json
 
-_USAGE = 2
+_USAGE, _INTERRUPTED = 2, 130
 
 
 def _option(help: str, *names: str, **more: Any) -> Any:
@@ -35,7 +35,8 @@ def hal_test(
     verbose: Annotated[bool, _option("Print every case, not only what did not pass.", "--verbose", "-v")] = False,
     as_json: Json = False,
 ) -> int:
-    """Does every kernel do what its card says? Exit 0: something ran and nothing failed; 1: a failure; 2: nothing ran."""
+    """Does every kernel do what its card says? Exit 0: something ran and nothing failed; 1: a failure; 2: nothing ran; 130:
+    interrupted."""
     from deepinfer_hal.conformance import Plan, run_suite
     from deepinfer_hal.conformance.report import check_writable, make_report, read_report, write_report
     from deepinfer_hal.conformance.verdict import read_waivers
@@ -65,7 +66,9 @@ def hal_test(
         print_json(document)
     else:
         _print_summary(run)
-    return run.exit_status()
+    if run.interrupted and report is not None:
+        note(f"interrupted; what ran is in {report}, and `--resume {report}` goes on from it")
+    return _INTERRUPTED if run.interrupted else run.exit_status()
 
 
 class _Progress:

@@ -1,8 +1,17 @@
 """The suite's runner: every verdict, crashes and hangs that do not end the run, exit status, replay by id."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
 import pytest
 from deepinfer_hal.card import get_card
 from deepinfer_hal.conformance import Plan, run_suite
+from deepinfer_hal.conformance.checks import get_profile
 from deepinfer_hal.errors import BackendUnavailable, BadCall
 
 from deepinfer.cli.main import main
@@ -230,3 +239,64 @@ def test_a_report_of_something_else_is_not_resumed(change, named):
         Earlier.of(report, plan, subject)
     with pytest.raises(BadCall, match=f"of something else, its {named} differ"):
         Earlier.of(sealed(report), plan, subject)
+
+
+class Stopping:
+    """Hears results, and interrupts the main thread when it has heard so many."""
+
+    def __init__(self, after):
+        self.after, self.heard = after, []
+
+    def __call__(self, result):
+        self.heard.append(result)
+        if len(self.heard) == self.after:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_keeps_what_has_a_result_and_is_resumed_from_there():
+    from deepinfer_hal.conformance.report import make_report
+
+    plan = Plan(opener="suite_backends:open_right", ops=("nan_row_flags",), checks=CHECKS)
+    first = run_suite(plan, listen=Stopping(3))
+    assert first.interrupted and first.counts()["pass"] == 3
+    late = [result for result in first.results if result.verdict == "not-run"]
+    assert len(late) == len(first.results) - 3 > 3 and {result.reason for result in late} == {"the run was interrupted"}
+    heard = []
+    again = run_suite(plan, resume=make_report(first), listen=heard.append)
+    assert not again.interrupted and len(heard) == len(late) and again.counts() == {"pass": len(first.results)}
+
+
+def test_an_interrupt_ends_workers_in_the_midst_of_a_case_and_blames_none():
+    plan = Plan(opener="suite_backends:open_hanging", ops=("nan_row_flags",), checks=CHECKS)
+    started, reported = time.monotonic(), []
+
+    def once(result):
+        if threading.current_thread() is threading.main_thread() and not reported:
+            reported.append(result)
+            raise KeyboardInterrupt
+
+    found = run_suite(plan, jobs=2, listen=once)
+    assert found.interrupted and time.monotonic() - started < get_profile(plan.profile).case_seconds
+    assert set(found.counts()) <= {"pass", "not-run"} and found.counts()["not-run"] > 0
+    assert len({result.key for result in found.results}) == len(found.results)
+
+
+def test_ctrl_c_stores_a_report_that_the_command_goes_on_from(tmp_path):
+    report, again = tmp_path / "first.json", tmp_path / "again.json"
+    command = [sys.executable, "-m", "deepinfer", "hal", "test", "--backend", "cpu", "--verbose"]
+    for op in ("nan_row_flags", "copy_rows", "advance_step"):
+        command += ["--op", op]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [*command, "--report", str(report)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout.readline().startswith("pass")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and f"`--resume {report}` goes on from it" in " ".join(errors.split())
+    counts = json.loads(report.read_text())["counts"]
+    assert set(counts) == {"pass", "not-run"}
+    assert main([*command[3:], "--resume", str(report), "--report", str(again)]) == 0
+    told = json.loads(again.read_text())
+    assert told["resumed"]["passed"] == counts["pass"] and told["counts"] == {"pass": sum(counts.values())}

@@ -281,6 +281,18 @@ def test_wrong_commands_exit_2_with_a_sentence(capsys):
         assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_a_report_that_was_altered_is_no_witness(tmp_path, capsys):
+    from deepinfer_hal.conformance.report import KIND, SCHEMA, sealed, write_report
+
+    stored = tmp_path / "hal-report.json"
+    whole = sealed({"kind": KIND, "schema": SCHEMA, "subject": {"backend": "cpu"}, "results": []})
+    write_report(stored, {**whole, "results": [{"op": "rope", "symbol": "mine", "verdict": "pass"}]})
+    assert run("--report", str(stored)) == 2
+    assert "the report to compare kernels with was altered, its checksum does not match" in capsys.readouterr().err
+    write_report(stored, whole)
+    assert run("--report", str(stored), "--op", "barrier") == 2 and "altered" not in capsys.readouterr().err
+
+
 def test_nothing_timed_exits_2():
     assert run("--op", "barrier") == 2
 

@@ -105,6 +105,12 @@ def write_report(path: str | Path, document: Report) -> None:
         raise BadCall(f"report {path} cannot be written: {error.strerror}") from None
 
 
+def require_intact(document: Report, use: str) -> None:
+    """BadCall for a document that is not as the suite wrote it; `use`: what it was given for."""
+    if document.get("checksum") != checksum(document):
+        raise BadCall(f"the report to {use} was altered, its checksum does not match: give it as the suite wrote it, or none")
+
+
 def read_report(path: str | Path) -> dict[str, Any]:
     """A stored document, unverified. BadCall if the file is no report that this suite can read."""
     try:

@@ -26,12 +26,11 @@ class Earlier:
     def of(cls, report: Mapping[str, Any] | None, plan: Plan, subject: Mapping[str, Any]) -> Earlier:
         """BadCall, naming every difference, for a report of other sources of the suite, of another device or build, or of
         another plan: what passed there says nothing here. BadCall too for one that is not as the suite wrote it."""
-        from deepinfer_hal.conformance.report import checksum  # it imports the runner, which imports this
+        from deepinfer_hal.conformance.report import require_intact  # it imports the runner, which imports this
 
         if report is None:
             return cls()
-        if report.get("checksum") != checksum(report):
-            raise BadCall("the report to resume was altered, its checksum does not match: run without it")
+        require_intact(report, "resume")
         other = [name for name in _SAME_SUBJECT if report["subject"][name] != subject[name]]
         other += [name for name in _SAME_PLAN if _plain(report["plan"][name]) != _plain(plan.to_dict()[name])]
         if report["suite"]["source_sha256"] != describe_suite()["source_sha256"]:

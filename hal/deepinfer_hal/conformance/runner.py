@@ -42,6 +42,7 @@ class Run:
     """What came out: the plan, the subject as the worker described it, and a result for every item, in the plan's order.
 
     jobs: workers side by side, which disturb each other's clocks. resumed: what was kept of an earlier report, if any.
+    interrupted: by the user, so that what had no result then is not-run.
     """
 
     plan: Plan
@@ -51,6 +52,7 @@ class Run:
     seconds: float = 0.0
     jobs: int = 1
     resumed: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
 
     def counts(self) -> dict[str, int]:
         """verdict -> results, for the verdicts there are."""
@@ -76,7 +78,7 @@ def run_suite(
     """Runs a plan in `jobs` worker processes; `listen` hears every result as it comes, one at a time.
 
     seconds: time for the whole run; what is not done by then is not-run. resume: an earlier report, of the same sources,
-    device and plan, whose passed cases are kept.
+    device and plan, whose passed cases are kept. A KeyboardInterrupt ends the run with what has a result by then.
     Raises BadCall for a plan that names what does not exist and for a report of something else, BackendUnavailable if the
     backend cannot be opened.
     """
@@ -104,15 +106,22 @@ def run_suite(
         shared.pending = deque(sorted(shared.pending, key=lambda item: (not item.group, item.group, "(" not in item.symbol)))
     run.resumed = earlier.told()
     others = [threading.Thread(target=_serve, args=(shared, None), daemon=True) for _ in range(jobs - 1)]
-    for thread in others:
-        thread.start()
-    _serve(shared, worker)
-    for thread in others:
-        thread.join()
-    if shared.problem is not None:
+    try:
+        for thread in others:
+            thread.start()
+        _serve(shared, worker)
+        for thread in others:
+            thread.join()
+    except KeyboardInterrupt:
+        shared.interrupt()
+        for thread in others:
+            thread.join()
+    if shared.problem is not None and not run.interrupted:
         raise shared.problem
-    for item in shared.pending:
-        shared.add(_result_of(item, NOT_RUN, shared.why_not()))
+    have = {(result.id, result.symbol) for result in run.results}
+    for item in items:
+        if (item.id, item.symbol) not in have:
+            shared.add(_result_of(item, NOT_RUN, shared.why_not()))
     places = {(item.id, item.symbol): place for place, item in enumerate(items)}
     run.results.sort(key=lambda result: places[result.id, result.symbol])
     run.waiver_problems = apply_waivers(run.results, [*waivers, *own_waivers(plan.profile)])
@@ -132,11 +141,28 @@ class _Shared:
     deaths: int = 0
     problem: Exception | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
+    workers: list[WorkerProcess] = field(default_factory=list)
+
+    def interrupt(self) -> None:
+        """Gives the run up: no more items are taken, and workers end in the midst of theirs."""
+        with self.lock:
+            self.run.interrupted = True
+            for worker in self.workers:
+                worker.stop()
+
+    def keep(self, worker: WorkerProcess) -> WorkerProcess:
+        """Notes a worker that an interrupt has to end."""
+        with self.lock:
+            self.workers.append(worker)
+            if self.run.interrupted:
+                worker.stop()
+        return worker
 
     def take(self) -> list[Item]:
         """The next items for a worker; none when all are taken, or the run is given up."""
         with self.lock:
-            if self.deaths >= MOST_CRASHES or self.problem is not None or time.monotonic() >= self.ends:
+            over = self.deaths >= MOST_CRASHES or self.problem is not None or time.monotonic() >= self.ends
+            if over or self.run.interrupted:
                 return []
             group = self.pending[0].group if self.pending and self.batch == SHARED_BATCH else ""
             if group:
@@ -153,16 +179,20 @@ class _Shared:
             self.listen(result)
 
     def why_not(self) -> str:
+        if self.run.interrupted:
+            return "the run was interrupted"
         return f"given up after {self.deaths} crashes" if self.deaths >= MOST_CRASHES else "the time of the run was over"
 
 
 def _serve(shared: _Shared, worker: WorkerProcess | None) -> None:
     """Runs batches until none is left, in one worker after another."""
     try:
+        if worker is not None:
+            shared.keep(worker)
         while items := shared.take():
             try:
                 if worker is None:
-                    worker, _ = _open(shared.run.plan)
+                    worker = shared.keep(_open(shared.run.plan)[0])
                 _run_batch(worker, shared, items)
             except _BatchDied as died:
                 with shared.lock:
@@ -172,6 +202,9 @@ def _serve(shared: _Shared, worker: WorkerProcess | None) -> None:
             except BackendUnavailable as error:
                 shared.give_back(items)
                 shared.problem = error
+    except KeyboardInterrupt:  # only the main thread hears of it
+        shared.interrupt()
+        raise
     finally:
         if worker is not None:
             worker.close()
@@ -220,6 +253,7 @@ def _run_batch(worker: WorkerProcess, shared: _Shared, items: list[Item]) -> Non
                 return
     except Died as died:
         over = died.verdict == TIMEOUT and time.monotonic() < started + plan.limit_seconds  # the run's time, not the case's
+        over = over or shared.run.interrupted
         if done < len(items) and not over:
             result = _result_of(items[done], died.verdict, "")
             result.failures = {check or "start": str(died)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ Send = Callable[[dict[str, Any]], None]
 
 
 def main() -> int:
-    """Serves until standard input ends."""
+    """Serves until standard input ends. A terminal's Ctrl-C goes to all its processes; the parent ends this one where it must."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = _private_output()
 
     def send(message: dict[str, Any]) -> None:
