@@ -23,7 +23,7 @@ import torch
 from deepinfer_hal import formats
 from deepinfer_hal.backend import Backend
 from deepinfer_hal.bench_shapes import MODELS, NOT_MEASURED, BenchCase, bench_cases
-from deepinfer_hal.bench_timing import NotRun, time_calls
+from deepinfer_hal.bench_timing import NotRun, timed_calls
 from deepinfer_hal.card import all_cards, get_card
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings, spread
 from deepinfer_hal.conformance.arena import Placed
@@ -71,7 +71,8 @@ class Row:
 
     seconds: median, min and max of a call; share: of the roofline, floor_seconds over the median; bound: which ceiling sets the
     floor; timing: "graph" (replays of a graph that goes round all buffers) or "calls"; buffers: sets of arguments that calls go
-    round through; buffer_bytes: of all of them; used: output -> largest error as a share of what the card allows.
+    round through; buffer_bytes: of all of them; used: output -> largest error as a share of what the card allows; spent: the
+    benchmark's own seconds, for drawing, for checking and laying out buffers, and for timing with the wait for a turn.
     """
 
     id: str
@@ -95,6 +96,7 @@ class Row:
     buffers: int = 0
     buffer_bytes: int = 0
     used: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
 
 
 def check_names(shapes: str, ops: Collection[str]) -> None:
@@ -116,7 +118,7 @@ def run_bench(
     budget: Budget | None = None,
     conformance: Mapping[str, Any] | None = None,
     listen: Listener = lambda row: None,
-    pairs: Collection[tuple[str, int]] | None = None,
+    uses: Collection[tuple[str, str]] | None = None,
     turns: Any = None,
     first: bool = True,
     ends: float = math.inf,
@@ -125,9 +127,9 @@ def run_bench(
     as it comes, with its share of the ceilings known by then. load_average: of the host's last minute, before and after.
 
     shapes: a name of `bench_shapes.MODELS`; experts: on one rank, at most the model's; ops, rows: only these. conformance: a
-    report of `hal test`, whose kernels must be those of the rows. pairs: (op, rows), only these; turns: of several processes
-    that share the device (bench_jobs.Turns), of which the first measures the ceilings and lists ops that are not measured.
-    ends: by time.time(); rows that have not begun by then are not run.
+    report of `hal test`, whose kernels must be those of the rows. uses: (op, use), only these, the smallest first; turns: of
+    several processes that share the device (bench_jobs.Turns), of which the first measures the ceilings and lists ops that are
+    not measured. ends: by time.time(); rows that would not have been drawn by then are not run.
     Raises BadCall for what does not exist.
     """
     check_names(shapes, ops)
@@ -143,13 +145,14 @@ def run_bench(
             return functools.reduce(Ceilings.best, (measure_ceilings(backend, index, copied) for _ in range(times)))
 
     ceilings = turns.ceilings(functools.partial(measured, 3) if first else None)
-    bench = _Bench(backend, index, budget, ceilings, turns)
+    bench = _Bench(backend, index, budget, ceilings, turns, ends)
     done = []
+    cases = list(bench_cases(model, experts, rows, ops))
+    if uses is not None:
+        cases = smallest_first([case for case in cases if case.key in uses])
     with weights_drawn_once():
-        for case in bench_cases(model, experts, rows, ops):
-            if pairs is not None and (case.case.op, case.rows) not in pairs:
-                continue
-            row = bench.measure(case) if time.time() < ends else _not_begun(case)
+        for case in cases:
+            row = bench.measure(case)
             if tested is not None and row.symbol:
                 _compare_symbols(row, tested)
             done.append(row)
@@ -192,8 +195,13 @@ def last_level_cache_bytes(device: torch.device, told: int = 0) -> int:
     return max(sizes) or ASSUMED_CACHE_BYTES
 
 
-def _not_begun(case: BenchCase) -> Row:
-    return Row(case.case.id, case.case.op, case.use, case.rows, reason="the time of the run was over")
+def smallest_first(cases: list[BenchCase]) -> list[BenchCase]:
+    """By what the largest row of a use draws, the rows of a use together, since they share its weights: where time is short, the
+    most rows come of it."""
+    largest: dict[tuple[str, str], int] = {}
+    for case in cases:
+        largest[case.key] = max(largest.get(case.key, 0), case.elements)
+    return sorted(cases, key=lambda case: (largest[case.key], case.key))
 
 
 class _Alone:
@@ -212,7 +220,10 @@ class _Alone:
 class _Bench:
     """What all rows share: the dispatcher, the kernels under test, the ceilings and the budget."""
 
-    def __init__(self, backend: Backend, index: int, budget: Budget, ceilings: Ceilings, turns: Any) -> None:
+    def __init__(
+        self, backend: Backend, index: int, budget: Budget, ceilings: Ceilings, turns: Any, ends: float = math.inf
+    ) -> None:
+        self.ends = ends
         self.backend, self.index, self.budget, self.ceilings, self.turns = backend, index, budget, ceilings, turns
         self.dispatcher = Dispatcher(backend, index, fallback="forbid")
         self.offers = offers_of(backend, index, reference=False)
@@ -247,6 +258,8 @@ class _Bench:
         seconds = case.elements * self.seconds_per_element
         if seconds > self.budget.row_seconds:
             raise NotRun(f"drawing it takes about {seconds:.0f} s, a row has {self.budget.row_seconds:.0f} s")
+        if time.time() + seconds >= self.ends:
+            raise NotRun("the time of the run was over, or was too short to draw it")
 
     def _measure(self, case: BenchCase, row: Row) -> None:
         started = time.perf_counter()
@@ -255,14 +268,17 @@ class _Bench:
         problem = Problem(subject, case.case, pristine=args)
         cost = problem.card.cost(problem.pristine)
         row.bytes, row.flops = int(cost.bytes), int(cost.flops)
-        with self.turns.beside():
-            check_values(problem)
-            buffers, row.buffer_bytes = self._buffers(problem, case, row.bytes)
-        row.used, row.buffers = dict(problem.statistics["used"]), len(buffers)
-        left = self.budget.row_seconds - (time.perf_counter() - started)
-        with self.turns.alone():
-            row.timing, times = time_calls(subject, call, buffers, self.budget.repeats, left)
-        row.seconds = spread(times)
+        drawn = time.perf_counter()
+        with contextlib.ExitStack() as until_timed:
+            with self.turns.beside():
+                check_values(problem)
+                buffers, row.buffer_bytes = self._buffers(problem, case, row.bytes)
+                calls = until_timed.enter_context(timed_calls(subject, call, buffers))
+            row.used, row.buffers, row.timing = dict(problem.statistics["used"]), len(buffers), calls.how
+            checked = time.perf_counter()
+            with self.turns.alone():
+                row.seconds = spread(calls.seconds(self.budget.repeats, self.budget.row_seconds - (checked - started)))
+        row.spent = {"drawing": drawn - started, "checking": checked - drawn, "timing": time.perf_counter() - checked}
         rate(row, self.ceilings)
 
     def _choose(self, case: BenchCase, args: Mapping[str, Any], row: Row) -> tuple[Subject, Callable[..., None]]:

@@ -103,9 +103,9 @@ def run_bench_jobs(
 
         def play(number: int) -> None:
             job = {
-                "spec": spec, "pairs": shares[number], "folder": folder, "shapes": shapes, "experts": experts,
+                "spec": spec, "uses": shares[number], "folder": folder, "shapes": shapes, "experts": experts,
                 "budget": asdict(budget), "conformance": None if conformance is None else str(conformance), "ops": ops,
-                "first": number == 0, "ends": ends if math.isfinite(ends) else None,
+                "rows": rows, "first": number == 0, "ends": ends if math.isfinite(ends) else None,
             }  # fmt: skip
             results[number] = _play(job, listen, hearing, started.append)
 
@@ -125,16 +125,23 @@ def run_bench_jobs(
     return merged(results, [case.case.op for case in bench_cases(MODELS[shapes], min(experts, MODELS[shapes].experts))])
 
 
-def share_work(jobs: int, shapes: str, experts: int, ops: tuple[str, ...], rows: tuple[int, ...]) -> list[list[tuple[str, int]]]:
-    """(op, rows) of each process: the largest first, each to the process that has least to draw."""
-    model, work = MODELS[shapes], Counter()
+_ROW_ELEMENTS = 40_000_000
+"""What a row costs beside drawing: compiling its kernel, reference, buffers and clock, as elements that are drawn meanwhile."""
+
+
+def share_work(jobs: int, shapes: str, experts: int, ops: tuple[str, ...], rows: tuple[int, ...]) -> list[list[tuple[str, str]]]:
+    """(op, use) of each process: the largest first, each to the process that has least to do. The rows of a use stay together,
+    since they share its weights, which are drawn once."""
+    model, rows_of, drawn = MODELS[shapes], Counter(), Counter()
     for case in bench_cases(model, min(experts, model.experts), rows, ops):
-        work[case.case.op, case.rows] += case.elements + 1_000_000
-    shares: list[tuple[int, list[tuple[str, int]]]] = [(0, []) for _ in range(min(jobs, len(work)) or 1)]
-    for pair, elements in work.most_common():
+        rows_of[case.key] += 1
+        drawn[case.key] = max(drawn[case.key], case.elements)
+    work = Counter({key: drawn[key] + _ROW_ELEMENTS * count for key, count in rows_of.items()})
+    shares: list[tuple[int, list[tuple[str, str]]]] = [(0, []) for _ in range(min(jobs, len(work)) or 1)]
+    for key, elements in work.most_common():
         place = min(range(len(shares)), key=lambda number: shares[number][0])
-        shares[place] = (shares[place][0] + elements, [*shares[place][1], pair])
-    return [pairs for _, pairs in shares]
+        shares[place] = (shares[place][0] + elements, [*shares[place][1], key])
+    return [keys for _, keys in shares]
 
 
 def merged(results: list[dict[str, Any]], order: list[str]) -> dict[str, Any]:
@@ -190,9 +197,9 @@ def main(text: str) -> int:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    pairs = {tuple(pair) for pair in job["pairs"]}
+    uses = {tuple(one) for one in job["uses"]}
     result = run_bench(
-        backend, index, shapes=job["shapes"], experts=job["experts"], ops=tuple(job["ops"]), pairs=pairs,
+        backend, index, shapes=job["shapes"], experts=job["experts"], ops=tuple(job["ops"]), rows=tuple(job["rows"]), uses=uses,
         budget=Budget(**job["budget"]), conformance=known, listen=lambda row: tell({"row": asdict(row)}),
         turns=Turns(job["folder"]), first=job["first"], ends=math.inf if job["ends"] is None else job["ends"],
     )  # fmt: skip

@@ -89,6 +89,11 @@ class BenchCase:
     gathered: int = 0
     vary: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Op and use: the rows of one share its weights."""
+        return self.case.op, self.use
+
 
 def bench_cases(model: ModelShapes, experts: int, rows: tuple[int, ...] = (), ops: tuple[str, ...] = ()) -> Iterator[BenchCase]:
     """All rows of the benchmark, by op; rows, ops: only these (empty: all). experts: on one rank."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_hal.conformance.problem import Subject
@@ -21,18 +23,31 @@ class NotRun(Exception):
     """A row does not fit the budget, and why."""
 
 
-def time_calls(
-    subject: Subject, call: Callable[..., None], buffers: Sequence[tuple[Any, ...]], repeats: int, left: float
-) -> tuple[str, list[float]]:
-    """("graph" or "calls", seconds of a call for each of `repeats` samples). NotRun if `left` seconds are too few."""
+@dataclass(frozen=True)
+class TimedCalls:
+    """Calls that are ready to be timed: how ("graph" or "calls"), one sample, and the calls of a round."""
+
+    how: str
+    sample: Sample
+    calls: int
+
+    def seconds(self, repeats: int, left: float) -> list[float]:
+        """Seconds of a call, for each of `repeats` samples. NotRun if `left` seconds are too few."""
+        return _samples(self.sample, self.calls, repeats, left)
+
+
+@contextlib.contextmanager
+def timed_calls(subject: Subject, call: Callable[..., None], buffers: Sequence[tuple[Any, ...]]) -> Iterator[TimedCalls]:
+    """Captures a graph of one call on each of the buffers where the kernel and the device allow it, and frees it in the end."""
     clock = subject.backend.timer(subject.index)
-    if subject.kernel.capturable and subject.graphs is not None:
-        graph = subject.graphs.capture(lambda: [call(*args) for args in buffers])
-        try:
-            return "graph", _samples(_replays(graph, clock), len(buffers), repeats, left)
-        finally:
-            graph.reset()
-    return "calls", _samples(_calls(call, buffers, clock), 1, repeats, left)
+    if not (subject.kernel.capturable and subject.graphs is not None):
+        yield TimedCalls("calls", _calls(call, buffers, clock), 1)
+        return
+    graph = subject.graphs.capture(lambda: [call(*args) for args in buffers])
+    try:
+        yield TimedCalls("graph", _replays(graph, clock), len(buffers))
+    finally:
+        graph.reset()
 
 
 def _replays(graph: Any, clock: Callable[[], float]) -> Sample:

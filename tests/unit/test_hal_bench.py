@@ -15,7 +15,7 @@ import pytest
 import torch
 from deepinfer_hal import bench, bench_jobs
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo
-from deepinfer_hal.bench import Budget, run_bench
+from deepinfer_hal.bench import Budget, run_bench, smallest_first
 from deepinfer_hal.bench_jobs import Turns, merged, share_work
 from deepinfer_hal.bench_shapes import MODELS, NANO, NOT_MEASURED, V41, bench_cases
 from deepinfer_hal.card import all_cards, get_card
@@ -332,19 +332,26 @@ def test_a_capturable_kernel_is_timed_by_replays_over_all_buffers_and_others_by_
     assert row["buffers"] > 1 and (timing == "calls" or backend.replays > 2 * row["buffers"])
 
 
-def test_every_pair_of_op_and_rows_is_in_one_share_and_shares_are_even():
+def test_every_use_of_an_op_is_in_one_share_and_shares_are_even():
     shares = share_work(4, "nano", 8, (), ())
-    pairs = [pair for share in shares for pair in share]
-    assert len(set(pairs)) == len(pairs) == len({(case.case.op, case.rows) for case in bench_cases(NANO, 8)})
+    uses = [one for share in shares for one in share]
+    assert len(set(uses)) == len(uses) and set(uses) == {case.key for case in bench_cases(NANO, 8)}
     assert len(shares) == 4 and all(shares)
-    assert share_work(4, "nano", 8, ("rope",), (1,)) == [[("rope", 1)]]
+    assert share_work(4, "nano", 8, ("rope",), (1,)) == [[("rope", "query")]]
+
+
+def test_a_process_begins_with_the_smallest_and_keeps_the_rows_of_a_use_together():
+    cases = smallest_first(list(bench_cases(V41, 8, ops=("linear", "rope"))))
+    keys = [case.key for case in cases]
+    assert keys[0] == ("rope", "query") and keys[-1] == ("linear", "head")
+    assert len([key for key, before in zip(keys, [None, *keys], strict=False) if key != before]) == len(set(keys))
 
 
 def test_results_of_several_processes_are_one_with_the_best_ceilings():
     options = dict(shapes="nano", rows=(1,), ops=("rope", "stream_collapse"), budget=BUDGET)
     backend = Bench(kernel("rope"), kernel("stream_collapse"))
     whole = run_bench(backend, 0, **options)
-    parts = [run_bench(backend, 0, pairs={(op, 1)}, **options) for op in ("stream_collapse", "rope")]
+    parts = [run_bench(backend, 0, uses={(op, use)}, **options) for op, use in (("stream_collapse", ""), ("rope", "query"))]
     parts[1]["ceilings"] = dataclasses.asdict(dataclasses.replace(CEILINGS, bandwidth=2e12))
     found = merged(parts, ["rope", "stream_collapse"])
     assert [row["id"] for row in found["rows"]] == [row["id"] for row in whole["rows"]]
@@ -353,10 +360,26 @@ def test_results_of_several_processes_are_one_with_the_best_ceilings():
         assert row["floor_seconds"] == pytest.approx(max(row["bytes"] / 2e12, row["flops"] / 1e15))
 
 
+OVER = "the time of the run was over, or was too short to draw it"
+
+
+def test_rows_that_cannot_be_drawn_in_time_are_not_begun(monkeypatch):
+    monkeypatch.setattr(bench, "_drawing_seconds", lambda: 1.0)
+    backend = Bench(kernel("linear"), kernel("rope"))
+    rows = measured(backend, ops=("linear", "rope"), ends=time.time() + 10, budget=dataclasses.replace(BUDGET, row_seconds=1e9))
+    assert {row["reason"] for row in rows.values() if row["op"] == "linear"} == {OVER}
+    assert one_row(rows, "rope")["verdict"] == "pass"
+
+
+def test_a_row_tells_what_the_benchmark_spent_on_it():
+    row = one_row(measured(Bench(kernel("rope")), ops=("rope",)), "rope")
+    assert set(row["spent"]) == {"drawing", "checking", "timing"} and all(seconds > 0 for seconds in row["spent"].values())
+
+
 def test_rows_that_have_not_begun_in_time_are_not_run_and_told():
     rows = measured(Bench(kernel("rope")), ops=("rope",), ends=time.time() - 1)
     row = one_row(rows, "rope")
-    assert (row["verdict"], row["reason"]) == ("not-run", "the time of the run was over") and not row["seconds"]
+    assert (row["verdict"], row["reason"]) == ("not-run", OVER) and not row["seconds"]
 
 
 def test_one_process_measures_the_ceilings_and_the_others_wait_for_them(tmp_path):
