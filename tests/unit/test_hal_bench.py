@@ -425,7 +425,7 @@ def _held(path: Path) -> bool:
 
 
 class TestProcesses:
-    ASKED = {"shapes": "nano", "experts": 4, "ops": ("rope",), "rows": (), "budget": BUDGET, "conformance": None}
+    ASKED = {"shapes": "nano", "experts": 4, "ops": ("rope", "quantise"), "rows": (), "budget": BUDGET, "conformance": None}
 
     @pytest.mark.parametrize("wrong, named", [({"shapes": "huge"}, "v41 or nano, got 'huge'"), ({"ops": ("roap",)}, "'roap'")])
     def test_what_does_not_exist_is_told_before_they_start(self, wrong, named, monkeypatch):
