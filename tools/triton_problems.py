@@ -15,6 +15,8 @@ from deepinfer_hal import row_layout
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle, scale_shape
 from deepinfer_triton.launch import Launch, recording
 from deepinfer_triton.provider import triton_kernels
+from deepinfer_triton.ranks import rank_kernels
+from deepinfer_triton.ranks.windows import Windows
 from deepinfer_triton.targets import Target
 
 H, STREAMS, HEADS, D, ROPE, EXPERTS, TOP_K, INTER = 5120, 4, 64, 512, 64, 384, 6, 2304
@@ -240,6 +242,37 @@ def _draft() -> Iterator[Problem]:
     yield Problem("draft_attention", "draft_attention", args, product=True)
 
 
+class _Ranks:
+    """A communicator of `world_size` ranks, for calls that are recorded: nothing is met and nothing moved."""
+
+    rank, deadline_s = 0, 30.0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.windows = _MetaWindows(0, [0] * world_size, 256 << 20, torch.device("meta"), torch.Tensor.tolist)
+        self.begin = self.exchange = self.all_gather = self.broadcast = lambda *_: None
+
+
+class _MetaWindows(Windows):
+    def settle(self, *_: object) -> None:
+        """Nothing ran, so nothing failed."""
+
+
+def _ranks(world: int) -> Iterator[Problem]:
+    """The communication group among `world` ranks."""
+    comm = _Ranks(world)
+    experts, most = EXPERTS // world, T * TOP_K
+    count, ids, weights = meta(1, dtype=I32), meta(T, TOP_K, dtype=I32), meta(T, TOP_K, dtype=F32)
+    x = (meta(T, H, dtype=U8), meta(T, H // 32, dtype=U8))
+    rows = (meta(most, H, dtype=U8), meta(most, H // 32, dtype=U8), meta(most, dtype=F32))
+    where = (meta(experts + 1, dtype=I32), meta(most, 2, dtype=I32), meta(T, TOP_K, 2, dtype=I32))
+    yield Problem(f"ep_dispatch {world}", "ep_dispatch", (comm, *x, ids, weights, experts, count, *rows, *where))
+    back = (meta(most, H), meta(1, dtype=I32), *where[1:])
+    yield Problem(f"ep_combine {world}", "ep_combine", (comm, *back, weights, meta(T, H), count, meta(T, H)))
+    yield Problem(f"all_reduce {world}", "all_reduce", (comm, meta(T, H), "sum", meta(T, H)))
+    yield Problem(f"all_gather {world}", "all_gather", (comm, meta(T, H), count, meta(world, T, H), meta(world, dtype=I32)))
+
+
 def problems() -> list[Problem]:
     """Every kernel at least once, at V4.1's shapes and formats."""
     embed = (meta(T, dtype=I32), handle("bf16", VOCAB, H), meta(1, dtype=I32), meta(T, STREAMS, H))
@@ -249,6 +282,7 @@ def problems() -> list[Problem]:
         *_engram(),
         *_selection(),
         *_moe(),
+        *_ranks(8),
         *_cache_writes(),
         _gemm("wq_a", 1280, H, "fp8_block32"),
         _gemm("wq_b", HEADS * D, 1280, "fp8_block32"),
@@ -271,7 +305,8 @@ def problems() -> list[Problem]:
 def launches(problem: Problem, target: Target, fn: Callable[..., None] | None = None) -> list[Launch]:
     """The kernels that the problem's call starts on `target`, without starting them; none where it has none for the op."""
     if fn is None:
-        fn = {kernel.op: kernel.fn for kernel in triton_kernels(target)}.get(problem.op, lambda *_: None)
+        offered = (*triton_kernels(target), *rank_kernels(target))
+        fn = {kernel.op: kernel.fn for kernel in offered}.get(problem.op, lambda *_: None)
     with recording() as made:
         fn(*problem.args)
     return made

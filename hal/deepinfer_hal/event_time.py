@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+AWAKE_SECONDS = 2e-4
+"""So long a wait looks without a pause: even a short sleep takes longer than most of what is waited for."""
+
 
 def event_clock(mark: Callable[[], Any]) -> Callable[[], float]:
     """Clock in seconds by a device's own events, from when the clock was made; reading it waits for the device.
@@ -29,9 +32,11 @@ def event_clock(mark: Callable[[], Any]) -> Callable[[], float]:
 def wait_bounded(done: Any, seconds: float, device: str) -> None:
     """Waits until the recorded event `done` has happened, polling, so that a dead device or rank is noticed. RuntimeError
     that names `device` after `seconds`."""
-    deadline, pause = time.monotonic() + seconds, 1e-5
+    start, pause = time.monotonic(), 1e-5
     while not done.query():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - start
+        if waited > seconds:
             raise RuntimeError(f"{device} was not done after {seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
+        if waited > AWAKE_SECONDS:
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)

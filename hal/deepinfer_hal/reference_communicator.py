@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -76,9 +76,20 @@ class ReferenceCommunicator(Communicator):
 
     # -- meeting
 
-    def exchange(self, call: str, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+    def begin(self, call: str) -> None:
+        """Says what this rank does next, for a kernel that meets other ranks by itself. CommunicatorError if it is broken."""
         if self._broken:
             raise CommunicatorError(f"{call}: this communicator of rank {self.rank} is broken since {self._broken}")
+        self._call = call
+        self._hearts.note(call)
+
+    def give_up(self, call: str, missing: Sequence[int]) -> NoReturn:
+        """Raises the CommunicatorTimeout of a kernel that missed ranks in a call, with what is known of them."""
+        self._call = call
+        self._give_up(self._reasons(missing))
+
+    def exchange(self, call: str, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        self.begin(call)
         self._calls += 1
         self._call = f"{call} (call {self._calls})"
         self._hearts.note(self._call)
@@ -117,7 +128,7 @@ class ReferenceCommunicator(Communicator):
 
         return {rank: self._hearts.gone(rank) or reason(rank) for rank in missing}
 
-    def _give_up(self, missing: dict[int, str], cause: BaseException | None = None) -> None:
+    def _give_up(self, missing: dict[int, str], cause: BaseException | None = None) -> NoReturn:
         """Takes this rank out of the world, so that nobody waits for it, and raises.
 
         A rank that left because it missed another is not at fault: the one that it missed is.

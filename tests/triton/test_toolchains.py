@@ -62,6 +62,18 @@ def test_the_kernels_agree_with_their_cards_in_the_interpreter(share):
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+@pytest.mark.parametrize("share", ["not full", pytest.param("full", marks=pytest.mark.full)])
+def test_ranks_meet_and_exchange_rows_through_windows_in_the_interpreter(share):
+    python = need(triton_python, assemble_triton.WRITTEN_FOR)
+    parts = os.pathsep.join(str(ROOT / part) for part in (*PARTS, "backends/cuda"))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": parts}
+    command = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore", "-m", share]
+    command.append("tests/conformance/test_triton_ranks.py")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
 @pytest.mark.parametrize("target", ["sm90", "sm100", pytest.param("sm103", marks=pytest.mark.full)])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_kernel_assembles_with_the_matrix_unit_of_its_target_and_without_spills(version, target):

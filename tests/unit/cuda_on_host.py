@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
+import os
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from deepinfer_cuda.backend import CudaBackend
 from deepinfer_cuda.nccl import NcclCommunicator
 from deepinfer_hal.communicator import Communicator
+from deepinfer_triton.ranks.windows import SharedMemory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/ascend"))
 import fake_torch_npu  # noqa: E402
@@ -62,6 +66,9 @@ class Nccl(fake_torch_npu.Group):
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: NcclOptions) -> None:
         super().__init__(store, rank, size, options._timeout)
+
+    def abort(self) -> None:
+        """Nothing of gloo outlives a call."""
 
 
 @contextlib.contextmanager
@@ -126,10 +133,46 @@ def _noted(calls: list[Call], name: str, function: Callable[..., Any], real: Any
     return call
 
 
+class FileMemory(SharedMemory):
+    """Files that processes map, in place of a GPU's memory."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self._views: list[torch.Tensor] = []
+        self._paths: list[Path] = []
+
+    def _view(self, process: int, number: int, nbytes: int) -> int:
+        path = Path(tempfile.gettempdir()) / f"deepinfer-window-{process}-{number}"
+        self._views.append(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8))
+        if process == os.getpid():
+            self._paths.append(path)
+        return self._views[-1].data_ptr()
+
+    def make(self, nbytes: int) -> tuple[int, tuple[int, ...]]:
+        handle = os.getpid(), next(self._numbers), nbytes
+        return self._view(*handle), handle
+
+    def map(self, handle: tuple[int, ...]) -> int:
+        return self._view(*handle)
+
+    def close(self) -> None:
+        self._views.clear()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def keep(self) -> None:
+        """A file is made anew for each world."""
+
+
 class NcclOnHost(NcclCommunicator):
-    """Two ranks may use the one device of the stand-in."""
+    """Two ranks may use the one device of the stand-in; their windows are files."""
 
     shares_devices = True
+    window_bytes = 4 << 20
+
+    def _shared_memory(self, device: torch.device) -> SharedMemory:
+        return FileMemory()
 
 
 class CudaOnHost(CudaBackend):

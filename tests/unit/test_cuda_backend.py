@@ -6,20 +6,23 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from deepinfer_cuda import error_words, gpu, kernels, native, native_library, nccl, runtime
+from deepinfer_cuda import error_words, gpu, kernels, native, native_library, nccl, peer_memory, runtime
 from deepinfer_cuda.backend import CudaBackend
+from deepinfer_hal.communicator import World
 from deepinfer_hal.conformance.communication import communication_cases
 from deepinfer_hal.conformance.device_cases import device_cases
-from deepinfer_hal.errors import BackendUnavailable
+from deepinfer_hal.errors import BackendUnavailable, BadCall, CommunicatorError, Unsupported
 from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.reference_communicator import ReferenceCommunicator
 from deepinfer_hal.registry import backend_names, list_backends
 from deepinfer_hal.weights import CanonicalWeight
+from deepinfer_triton.ranks.windows import Windows, open_windows, windows_of
 
-from tests.unit.cuda_on_host import CudaOnHost, Event, stand_in
+from tests.unit.cuda_on_host import CudaOnHost, Event, FileMemory, NcclOnHost, stand_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -222,6 +225,61 @@ def test_nccl_moves_device_tensors_and_needs_a_gpu_for_each_rank(calls):
     assert (calls[-1].name, calls[-1].arguments) == ("set_device", {"device": 1})
 
 
+def test_a_broken_world_aborts_its_transfers_and_leaves_its_windows_to_nobody(calls, monkeypatch):
+    ended = []
+    broken = NcclOnHost.__new__(NcclOnHost)
+    broken._broken, broken._carrier, broken.world = "", torch.device("cpu"), World(0, 2)
+    broken._hearts = SimpleNamespace(stop=lambda why, lost: ended.append(("left", lost)))
+    broken._group = SimpleNamespace(abort=lambda: ended.append("aborted"))
+    broken._memory = SimpleNamespace(close=lambda: ended.append("unmapped"), keep=lambda: ended.append("kept"))
+    broken.windows = Windows(0, [0, 0], 4 << 20, torch.device("cpu"), torch.Tensor.tolist)
+    broken._break("rank 1 was missed", (1,))
+    broken.close()
+    assert ended == [("left", (1,)), "aborted", "unmapped"] and "rank 1 was missed" in broken.windows
+    with pytest.raises(CommunicatorError, match="this communicator of rank 0 is broken since rank 1 was missed"):
+        windows_of(broken, torch.device("cpu"), "ep_combine(bf16[_, 32])")
+
+
+def test_ranks_without_windows_are_told_why():
+    kept = SimpleNamespace(world_size=2, windows="rank 1 cannot reach the memory of rank 0")
+    with pytest.raises(Unsupported, match="need windows into the memory of all ranks: rank 1 cannot reach"):
+        windows_of(kept, torch.device("cpu"), "ep_combine(bf16[_, 32])")
+
+
+def test_the_drivers_words_are_told_where_memory_cannot_be_shared(monkeypatch):
+    class Driver:
+        def cuMemAlloc_v2(self, address, nbytes):
+            return 2
+
+        def cuGetErrorName(self, status, text):
+            text._obj.value = b"CUDA_ERROR_OUT_OF_MEMORY"
+
+    monkeypatch.setattr(peer_memory, "_driver", Driver)
+    with pytest.raises(OSError, match=r"cuMemAlloc_v2 says CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
+        peer_memory.PeerMemory(7).make(4 << 20)
+
+
+def test_a_window_without_room_for_rows_is_refused():
+    with pytest.raises(BadCall, match="no room for the rows of 64 ranks"):
+        Windows(0, [0] * 64, 16 << 20, torch.device("cpu"), torch.Tensor.tolist)
+
+
+@pytest.mark.parametrize(
+    ("mine", "told"),
+    [(False, "rank 0 cannot reach the memory of rank 1: no way to there"), (True, "ranks [1] cannot reach the memory of others")],
+)
+def test_a_rank_that_cannot_reach_anothers_memory_is_named_on_every_rank(mine, told):
+    class Memory(FileMemory):
+        def map(self, handle):
+            if mine:
+                return 0
+            raise OSError("no way to there")
+
+    said = iter(([(1, 2), (3, 4)], [(int(mine),), (0,)]))
+    comm = SimpleNamespace(rank=0, exchange=lambda call, numbers: next(said))
+    assert open_windows(comm, Memory(), 4 << 20, torch.device("cpu"), torch.Tensor.tolist) == told
+
+
 def test_a_torch_without_nccl_is_told_before_ranks_meet_on_it(calls, monkeypatch):
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", None)
     with pytest.raises(BackendUnavailable, match="ranks on GPUs need a torch with NCCL"):
@@ -235,6 +293,7 @@ def test_with_several_gpus_every_launch_says_which_and_with_one_it_costs_nothing
     kernel = Kernel("rope", "triton", lambda *args: seen.append((names(calls)[-1], args)), "triton::rope[sm90]", "yes", True)
     monkeypatch.setattr(gpu, "triton_version", lambda: "3.6.0")
     monkeypatch.setattr(kernels, "triton_kernels", lambda target: [kernel] if target.name == "sm90" else [])
+    monkeypatch.setattr(kernels, "rank_kernels", lambda target: [])
     seen, calls = [], stand_in(monkeypatch.setattr, count=2)
     (offered,) = CudaOnHost().kernels(1)
     offered.fn(1, 2)
@@ -248,10 +307,11 @@ def test_with_several_gpus_every_launch_says_which_and_with_one_it_costs_nothing
 def test_the_architecture_chooses_the_target_in_one_place(capability, target, monkeypatch):
     asked = []
     monkeypatch.setattr(gpu, "triton_version", lambda: "3.9.0")
-    monkeypatch.setattr(kernels, "triton_kernels", lambda target: asked.append(target.name) or [])
+    for offer in ("triton_kernels", "rank_kernels"):
+        monkeypatch.setattr(kernels, offer, lambda target, offer=offer: asked.append((offer, target.name)) or [])
     stand_in(monkeypatch.setattr, capability=capability)
     CudaOnHost().kernels(0)
-    assert asked == [target]
+    assert asked == [("triton_kernels", target), ("rank_kernels", target)]
 
 
 # ---------------------------------------------------------------------------------------- errors

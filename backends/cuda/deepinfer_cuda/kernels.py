@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 from deepinfer_triton.provider import triton_kernels
+from deepinfer_triton.ranks import rank_kernels
 from deepinfer_triton.targets import Target, cuda_target
 
 from deepinfer_cuda import gpu, native
@@ -29,7 +30,7 @@ def kernels_of(found: gpu.Gpu) -> list[Kernel]:
 def _portable(found: gpu.Gpu) -> list[Kernel]:
     target = cuda_target(*found.capability)
     missing = gpu.missing_for_kernels(found) or not isinstance(target, Target)
-    return [] if missing else triton_kernels(target)
+    return [] if missing else [*triton_kernels(target), *rank_kernels(target)]
 
 
 def _beside_fragments(kernel: Kernel) -> Kernel:

@@ -42,15 +42,19 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, early: bool = False, **constants: Any
-) -> None:
+    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, early: bool = False,
+    unfused: bool = False, **constants: Any,
+) -> None:  # fmt: skip
     """Starts `kernel` with its run-time arguments in order and its constants by name; an empty grid starts nothing.
 
-    early: the kernel calls `overlap()` first, so it may start while the one before it runs.
+    early: the kernel calls `overlap()` first, so it may start while the one before it runs. unfused: a product is rounded
+    before it is added.
     """
     if 0 in grid:
         return
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    if unfused:
+        options["enable_fp_fusion"] = False
     if early:
         from deepinfer_triton.overlap import OVERLAPS
 

@@ -1,0 +1,249 @@
+"""ep_dispatch: a rank shows its tokens, all meet, each sorts the pairs of all ranks by itself and pulls the rows for its experts.
+
+Four launches: tokens into the own window, one record each; ids to every rank, flags, and whether all rows have room; per
+expert, the rows of its pairs, counted over all ranks' ids; copies of records to rows. One rank needs no first, and reads its
+own arguments.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from deepinfer_hal.ops._communication import spell
+
+from deepinfer_triton.launch import launch
+from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.ranks.meeting import (
+    IDS_ROOM,
+    NO_ROOM,
+    NO_WINDOW_ROOM,
+    OK,
+    come_together,
+    half_of,
+    header_of,
+    ids_from,
+    pairs_from,
+    set_status,
+    values_at,
+    words_at,
+)
+from deepinfer_triton.ranks.offer import offer
+from deepinfer_triton.ranks.windows import nanoseconds, tag, windows_of
+from deepinfer_triton.rows import tile_width
+from deepinfer_triton.targets import Target
+
+COPY_PROGRAMS = 1024
+"""Programs that copy rows, each every COPY_PROGRAMS-th: the number of rows is known on the device alone."""
+
+PAIR_TILE = 1024
+
+
+@triton.jit(do_not_specialize=["rows", "me"])
+def show_tokens_kernel(
+    bases, me, state, x, x_stride, x_scale, weights, count, rows, ROWS_AT: tl.constexpr, HALF: tl.constexpr,
+    RECORD: tl.constexpr, SCALES: tl.constexpr, WEIGHTS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
+    KS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Records of tokens: the row, its scales from SCALES on, the weights of its choices from WEIGHTS on."""
+    n = valid_rows(count, rows)
+    if (n.to(tl.int64) * RECORD <= HALF) & (n * K <= IDS_ROOM):
+        first = half_of(bases, me, tl.load(state) + 1, ROWS_AT, HALF)
+        for t in range(tl.program_id(0), n, tl.num_programs(0)):
+            token = tl.full((), 0, tl.int64) + t
+            record = first + token * RECORD
+            to = values_at(record, x.dtype.element_ty)
+            for start in tl.static_range(0, WIDTH, TILE):
+                column = start + tl.arange(0, TILE)
+                value = tl.load(x + token * x_stride + column, mask=column < WIDTH)
+                tl.store(to + column, value, mask=column < WIDTH)
+                if x_scale is not None:
+                    group = start // 32 + tl.arange(0, TILE // 32)
+                    scale = tl.load(x_scale + token * (WIDTH // 32) + group, mask=group < WIDTH // 32)
+                    at = values_at(record + SCALES, tl.uint8)
+                    tl.store(at + group, scale, mask=group < WIDTH // 32)
+            if weights is not None:
+                choice = tl.arange(0, KS)
+                weight = tl.load(weights + token * K + choice, mask=choice < K)
+                tl.store(values_at(record + WEIGHTS, tl.float32) + choice, weight, mask=choice < K)
+
+
+@triton.jit(do_not_specialize=["rows", "me", "tag", "deadline", "room"])
+def meet_kernel(
+    bases, me, state, tag, deadline, ids, count, rows, room, K: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
+    RANKS: tl.constexpr, HALF: tl.constexpr, RECORD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Ids to every rank, the meeting, and the check that what each rank is sent has room."""
+    pairs = valid_rows(count, rows) * K
+    met = tl.full((), 1, tl.int32)
+    if tl.load(state + 1) == 0:
+        set_status(state, OK, 0, 0, 0, 0)
+        if W > 1:
+            call = tl.load(state) + 1
+            for rank in range(W):
+                to = ids_from(ids, bases, rank, call, me, W)
+                for start in range(0, tl.where(pairs <= IDS_ROOM, pairs, 0), TILE):
+                    pair = start + tl.arange(0, TILE)
+                    tl.store(to + pair, tl.load(ids + pair, mask=pair < pairs), mask=pair < pairs)
+            met = come_together(bases, me, state, tag, pairs, room, deadline, W, RANKS)
+        if met == 1:
+            _check_room(bases, me, state, ids, pairs, room, K, E, W, RANKS, HALF, RECORD, TILE)
+
+
+@triton.jit
+def _check_room(
+    bases, me, state, ids, pairs, room, K: tl.constexpr, E: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr,
+    HALF: tl.constexpr, RECORD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    call = tl.load(state)
+    every = tl.arange(0, RANKS)
+    total = tl.zeros([RANKS], tl.int32)
+    overfull, shown = tl.full((), W, tl.int32), tl.full((), 0, tl.int32)
+    for rank in range(W):
+        n = pairs_from(pairs, bases, me, call, rank, W)
+        if W > 1:
+            fits = (n <= IDS_ROOM) & (n.to(tl.int64) // K * RECORD <= HALF)
+            shown = tl.where(fits | (overfull < W), shown, n // K)
+            overfull = tl.where(fits | (overfull < W), overfull, rank)
+            n = tl.where(fits, n, 0)
+        sent = ids_from(ids, bases, me, call, rank, W)
+        for start in range(0, n, TILE):
+            pair = start + tl.arange(0, TILE)
+            chosen = tl.load(sent + pair, mask=pair < n, other=-1)
+            owner = tl.where((chosen >= 0) & (chosen < W * E), chosen // E, -1)
+            total += tl.sum((owner[:, None] == every[None, :]).to(tl.int32), axis=0)
+    rooms = tl.zeros([RANKS], tl.int32) + room
+    if W > 1:
+        rooms = tl.load(words_at(header_of(bases, me, call, every)) + 2, mask=every < W, other=0, volatile=True)
+    refuses = tl.min(tl.where((total > rooms) & (every < W), every, W), axis=0)
+    if overfull < W:
+        most = tl.minimum(tl.full((), HALF // RECORD, tl.int64), IDS_ROOM // K).to(tl.int32)
+        set_status(state, NO_WINDOW_ROOM, overfull, shown, most, 0)
+    elif refuses < W:
+        here = every == refuses
+        set_status(
+            state, NO_ROOM, refuses, tl.sum(tl.where(here, total, 0), axis=0), tl.sum(tl.where(here, rooms, 0), axis=0), 0
+        )
+
+
+@triton.jit(do_not_specialize=["rows", "me"])
+def sort_kernel(
+    bases, me, state, ids, count, rows, offsets, source, inverse, K: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """A program for each expert of all ranks numbers its pairs in order of ranks and pairs; one more marks this rank's pairs that
+    have no row, and ends the offsets."""
+    if tl.load(state + 2) == OK:
+        expert = tl.program_id(0)
+        own, call = valid_rows(count, rows) * K, tl.load(state)
+        owner = tl.where(expert < W * E, expert // E, me)
+        lowest = owner * E
+        before = tl.zeros([TILE], tl.int32)
+        for rank in range(W):
+            n = pairs_from(own, bases, me, call, rank, W)
+            sent = ids_from(ids, bases, me, call, rank, W)
+            for start in range(0, n, TILE):
+                pair = start + tl.arange(0, TILE)
+                chosen = tl.load(sent + pair, mask=pair < n, other=-1)
+                lower = (chosen >= lowest) & (chosen < tl.minimum(expert, lowest + E))
+                before += lower.to(tl.int32)
+        row = tl.sum(before, axis=0)
+        if owner == me:
+            tl.store(offsets + tl.minimum(expert - lowest, E), row)
+        for rank in range(W):
+            n = pairs_from(own, bases, me, call, rank, W)
+            sent = ids_from(ids, bases, me, call, rank, W)
+            for start in range(0, n, TILE):
+                pair = start + tl.arange(0, TILE)
+                inside = pair < n
+                chosen = tl.load(sent + pair, mask=inside, other=-1)
+                if expert < W * E:
+                    here = (chosen == expert).to(tl.int32)
+                    place = row + tl.cumsum(here, axis=0) - 1
+                    mine = (here > 0) & (owner == me)
+                    tl.store(source + 2 * place.to(tl.int64), tl.zeros([TILE], tl.int32) + rank, mask=mine)
+                    tl.store(source + 2 * place.to(tl.int64) + 1, pair, mask=mine)
+                    gone = (here > 0) & (rank == me)
+                    tl.store(inverse + 2 * pair, tl.zeros([TILE], tl.int32) + owner, mask=gone)
+                    tl.store(inverse + 2 * pair + 1, place, mask=gone)
+                    row += tl.sum(here, axis=0)
+                else:
+                    nowhere = inside & ((chosen < 0) | (chosen >= W * E)) & (rank == me)
+                    tl.store(inverse + 2 * pair, tl.full([TILE], -1, tl.int32), mask=nowhere)
+                    tl.store(inverse + 2 * pair + 1, tl.full([TILE], -1, tl.int32), mask=nowhere)
+
+
+@triton.jit(do_not_specialize=["me"])
+def pull_kernel(
+    bases, me, state, x, x_stride, x_scale, weights, offsets, source, out, out_scale, out_weights, K: tl.constexpr,
+    E: tl.constexpr, W: tl.constexpr, ROWS_AT: tl.constexpr, HALF: tl.constexpr, RECORD: tl.constexpr, SCALES: tl.constexpr,
+    WEIGHTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copies of records, or of one rank's own arguments, to rows."""
+    if tl.load(state + 2) == OK:
+        call, total = tl.load(state), tl.load(offsets + E)
+        for number in range(tl.program_id(0), total, tl.num_programs(0)):
+            row = tl.full((), 0, tl.int64) + number
+            pair = tl.load(source + 2 * row + 1)
+            token = (pair // K).to(tl.int64)
+            if W > 1:
+                record = half_of(bases, tl.load(source + 2 * row), call, ROWS_AT, HALF) + token * RECORD
+                values = values_at(record, x.dtype.element_ty)
+                scales = values_at(record + SCALES, tl.uint8)
+                weight_at = values_at(record + WEIGHTS, tl.float32) + pair % K
+            else:
+                values, scales, weight_at = x + token * x_stride, x_scale, weights
+                if x_scale is not None:
+                    scales = x_scale + token * (WIDTH // 32)
+                if weights is not None:
+                    weight_at = weights + pair
+            for start in tl.static_range(0, WIDTH, TILE):
+                column = start + tl.arange(0, TILE)
+                value = tl.load(values + column, mask=column < WIDTH)
+                tl.store(out + row * WIDTH + column, value, mask=column < WIDTH)
+                if x_scale is not None:
+                    group = start // 32 + tl.arange(0, TILE // 32)
+                    scale = tl.load(scales + group, mask=group < WIDTH // 32)
+                    tl.store(out_scale + row * (WIDTH // 32) + group, scale, mask=group < WIDTH // 32)
+            if weights is not None:
+                tl.store(out_weights + row, tl.load(weight_at))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def ep_dispatch(
+    target: Target, comm, x, x_scale, ids, weights, experts, count, out, out_scale, out_weights, offsets, source, inverse
+) -> None:
+    rows, k, width = *ids.shape, x.shape[1]
+    told = f"ep_dispatch({spell(x, rows=False)}, k={k}, experts={experts}, weights={'yes' if weights is not None else 'no'})"
+    windows = windows_of(comm, x.device, told)
+    scales = _aligned(width * x.element_size())
+    after = scales + (_aligned(width // 32) if x_scale is not None else 0)
+    record = after + (_aligned(4 * k) if weights is not None else 0)
+    tile = min(tile_width(width), target.row_columns)
+    row = {"RECORD": record, "SCALES": scales, "WEIGHTS": after, "WIDTH": width, "TILE": tile}
+    places, world = windows.places(), windows.ranks
+    halves = {name: places[name] for name in ("ROWS_AT", "HALF")}
+    own = (windows.bases, windows.rank, windows.state)
+    if world > 1:
+        launch(
+            show_tokens_kernel, (min(rows, COPY_PROGRAMS),), *own, x, x.stride(0), x_scale, weights, count, rows, K=k,
+            KS=triton.next_power_of_2(k), **halves, **row,
+        )  # fmt: skip
+    launch(
+        meet_kernel, (1,), *own, tag(told), nanoseconds(comm), ids, count, rows, out.shape[0], K=k, E=experts, W=world,
+        RANKS=triton.next_power_of_2(world), HALF=places["HALF"], RECORD=record, TILE=PAIR_TILE,
+    )  # fmt: skip
+    windows.settle(comm, "ep_dispatch", told)
+    launch(
+        sort_kernel, (world * experts + 1,), *own, ids, count, rows, offsets, source, inverse, K=k, E=experts, W=world,
+        TILE=PAIR_TILE,
+    )  # fmt: skip
+    launch(
+        pull_kernel, (min(out.shape[0], COPY_PROGRAMS),), *own, x, x.stride(0), x_scale, weights, offsets, source, out,
+        out_scale, out_weights, K=k, E=experts, **places, **row,
+    )  # fmt: skip
+
+
+MAKERS = [offer("ep_dispatch", ep_dispatch)]
