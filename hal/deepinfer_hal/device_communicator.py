@@ -2,7 +2,7 @@
 
 Ranks meet on the host before every transfer, and a transfer is waited for with a deadline, so a rank that is late, dead
 or in another call is named instead of waited for. That costs a round over the store each time; what it buys is that
-nothing hangs. Kernels over peer memory would replace the transfers of the MoE.
+nothing hangs. Kernels over peer memory replace the transfers of the MoE where a backend has them.
 """
 
 from __future__ import annotations
