@@ -163,6 +163,11 @@ __device__ __forceinline__ void tensor_copy3(void* to, const CUtensorMap* map, i
       "l"(map), "r"(column), "r"(row), "r"(plane), "r"(shared_address(barrier)) : "memory");
 }
 
+// Asks L2 for the box that tensor_copy3 would copy.
+__device__ __forceinline__ void prefetch_box3(const CUtensorMap* map, int column, int row, int plane) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(column), "r"(row), "r"(plane) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

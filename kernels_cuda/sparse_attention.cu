@@ -7,7 +7,6 @@ using namespace di;
 using namespace di::attention;
 
 using Element = Bf16;
-constexpr int kParts = 2;  // Of a weight: one leaves an error of up to eight times the card's tolerance.
 
 enum { Q, WINDOW, BASE, ORIGIN, MODULO, COMPRESSED, TABLE, ROWS, REQUEST, POSITIONS, SINK, COUNT, OUT };
 enum { WINDOW_FORMAT, COMPRESSED_FORMAT, BLOCK_ROWS, WINDOW_TOKENS };
@@ -45,7 +44,7 @@ bool query_map(CUtensorMap* map, const di_tensor& q) {
 
 template <bool fp4>
 int launch(const Arguments& a, const CUtensorMap& query, cudaStream_t stream, di_error* e) {
-  constexpr auto kernel = attend_rows<Element, kParts, fp4>;
+  constexpr auto kernel = attend_rows<Element, fp4>;
   if (allow_shared<kernel>(sizeof(Shared)) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %zu bytes", sizeof(Shared));
   kernel<<<min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream>>>(a, query);
   return finish(e, "sparse_attention");

@@ -1,8 +1,8 @@
 // Attention of query rows over their own lists of stored rows, on Hopper's matrix unit: a persistent block takes every
 // gridDim-th row, and what it does for a row depends on that row alone.
 //
-// The 64 heads are one M tile. Four warpgroups, a step being 64 keys of the row's list:
-//   gather    lists a row's keys, gathers their stored bytes and expands them to 16-bit floats in shared memory (two stages)
+// The 64 heads are one M tile. Five warpgroups, a step being 64 keys of the row's list:
+//   gather 2x list a row's keys, gather their stored bytes and expand them to 16-bit floats in shared memory (two stages)
 //   score     Q K^T of a step, the softmax's weights into shared memory
 //   value 2x  output += weights V, each for 256 of the 512 columns, which stay in registers for the row
 #pragma once
@@ -20,7 +20,7 @@ __device__ __forceinline__ float power2(float x) {
 
 // ---- score
 
-template <class E, int parts>
+template <class E>
 struct Score {
   const Arguments& a;
   const CUtensorMap& query;
@@ -29,7 +29,7 @@ struct Score {
   float scores[32];
   float reference[2], sum[2];
 
-  __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
+  __device__ __forceinline__ int row(int i) const { return anew(16 * warp) + (lane >> 2) + 8 * i; }
 
   // Asks for the query of row t, once every warp is done with the one that is there.
   __device__ __forceinline__ void ask_query(int t) {
@@ -38,6 +38,11 @@ struct Score {
     mbarrier_arrive_expect(&s.queried, kTile);
 #pragma unroll 1
     for (int i = 0; i < kWidth / 64; ++i) tensor_copy3(s.q + i * kSlab, &query, 64 * i, 0, t, &s.queried);
+  }
+
+  __device__ __forceinline__ void prefetch_query(int t) {
+#pragma unroll 1
+    for (int i = 0; i < kWidth / 64; ++i) prefetch_box3(&query, 64 * i, 0, t);
   }
 
   __device__ __forceinline__ void multiply(uint32_t serial) {
@@ -57,6 +62,7 @@ struct Score {
 
   // Scores to weights relative to `reference`, into shared memory.
   __device__ __forceinline__ void weigh(int left, bool last, uint32_t serial) {
+    const int lane = anew(this->lane);
     const float log2_scale = a.scale * (kLog2e * E::kUnit);
 #pragma unroll
     for (int j = 0; j < 32; ++j) scores[j] *= log2_scale;
@@ -79,37 +85,45 @@ struct Score {
       }
       sum[i] *= shrink[i];
     }
-    const int buffer = serial % kWeightBuffers<parts>;
-    mbarrier_wait(&s.unweighed[buffer], (serial / kWeightBuffers<parts> & 1) ^ 1);
-    const uint32_t base = shared_address(s.weights[buffer]) + piece_offset(row(0), 0) + 4 * (lane & 3);  // Piece j: ^ 16 j.
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
+    for (int half = 0; half < 2; ++half) {
+      store(half, serial);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float x = power2(scores[4 * j + 2 * i] - reference[i]), y = power2(scores[4 * j + 2 * i + 1] - reference[i]);
-        const uint32_t at = (base ^ j << 4) + i * 1024;
-        const uint32_t coarse = E::pack(x, y);
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(coarse) : "memory");
-        if (parts == 2) {
-          const uint32_t fine = E::pack(x - E::low(coarse), y - E::high(coarse));
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + kSlab), "r"(fine) : "memory");
-          sum[i] += x + y;
-        } else {
-          sum[i] += E::low(coarse) + E::high(coarse);
-        }
+        if (half == 0 && (lane & 3) == 0) s.shrink[row(i)] = shrink[i];
+        if (half == 1 && last) share(i);
       }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if ((lane & 3) == 0) s.shrink[buffer][row(i)] = shrink[i];
-      if (last) {
-        float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
-        total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-        const float sink = row(i) < a.heads ? a.sink[row(i)] : 0.0f;
-        if ((lane & 3) == 0) s.share[buffer][row(i)] = E::kUnit / (total + power2(sink * kLog2e - reference[i]));
-      }
+      fence_proxy_async();
+      mbarrier_arrive(&s.weighed[half]);
     }
-    fence_proxy_async();
-    mbarrier_arrive(&s.weighed[buffer]);
+  }
+
+  // Weights of 32 keys in two parts, once those of the step before are done with.
+  __device__ __forceinline__ void store(int half, uint32_t serial) {
+    uint32_t coarse[8], fine[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int j = 16 * half + 2 * k, i = k & 1;
+      const float x = power2(scores[j] - reference[i]), y = power2(scores[j + 1] - reference[i]);
+      coarse[k] = E::pack(x, y);
+      fine[k] = E::pack(x - E::low(coarse[k]), y - E::high(coarse[k]));
+      sum[i] += x + y;
+    }
+    mbarrier_wait(&s.unweighed[half], (serial & 1) ^ 1);
+    const uint32_t base = shared_address(s.weights) + piece_offset(row(0), 0) + 4 * (lane & 3);  // Piece j: ^ 16 j.
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t at = (base ^ (4 * half + k / 2) << 4) + (k & 1) * 1024;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(coarse[k]) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + kSlab), "r"(fine[k]) : "memory");
+    }
+  }
+
+  __device__ __forceinline__ void share(int i) {
+    float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
+    total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+    const float sink = row(i) < a.heads ? a.sink[row(i)] : 0.0f;
+    if ((lane & 3) == 0) s.share[row(i)] = E::kUnit / (total + power2(sink * kLog2e - reference[i]));
   }
 
   __device__ __forceinline__ void run() {
@@ -118,12 +132,13 @@ struct Score {
     int index = 0;
     if (blockIdx.x < tokens) ask_query(blockIdx.x);
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
-      const int keys = take_keys(s, index, lane), steps = keys > 0 ? steps_of(keys) : 0;
+      const int keys = take_keys(s, index), steps = keys > 0 ? steps_of(keys) : 0;
       mbarrier_wait(&s.queried, index & 1);
       reference[0] = reference[1] = -INFINITY;
       sum[0] = sum[1] = 0.0f;
       for (int step = 0; step < steps; ++step, ++serial) {
         multiply(serial);
+        if (step == 0 && warp == 0 && lane == 0 && t + gridDim.x < tokens) prefetch_query(t + gridDim.x);
         if (step + 1 == steps && t + gridDim.x < tokens) ask_query(t + gridDim.x);
         weigh(keys - step * kStep, step + 1 == steps, serial);
       }
@@ -134,7 +149,7 @@ struct Score {
 
 // ---- value
 
-template <class E, int parts>
+template <class E>
 struct Value {
   const Arguments& a;
   Shared& s;
@@ -143,36 +158,46 @@ struct Value {
 
   __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
 
-  __device__ __forceinline__ void accumulate(uint32_t serial, bool first) {
-    const int stage = serial % kStages, buffer = serial % kWeightBuffers<parts>;
-    mbarrier_wait(&s.weighed[buffer], serial / kWeightBuffers<parts> & 1);
-    const float shrink[2] = {s.shrink[buffer][row(0)], s.shrink[buffer][row(1)]};
+  // Adds a step, 32 keys at a time; each half of the stage and of the weights is given back as soon as it is read.
+  __device__ __forceinline__ void accumulate(uint32_t serial, bool first, float (&share)[2]) {
+    const int stage = serial % kStages;
+    mbarrier_wait(&s.weighed[0], serial & 1);
+    const float shrink[2] = {s.shrink[row(0)], s.shrink[row(1)]};
     if (__any_sync(0xFFFFFFFFu, !first && (shrink[0] != 1.0f || shrink[1] != 1.0f))) {
 #pragma unroll
       for (int j = 0; j < 64; ++j) output[0][j] *= shrink[(j >> 1) & 1], output[1][j] *= shrink[(j >> 1) & 1];
     }
     const uint64_t v = wgmma_descriptor(shared_address(s.keys[stage]) + half * (kTile / 2), kSlab, 1024, kSwizzle128);
+    const uint64_t w = wgmma_descriptor128(s.weights);
     wgmma_fence();
-#pragma unroll
-    for (int part = 0; part < parts; ++part) {
-      const uint64_t w = wgmma_descriptor128(s.weights[buffer + part]);
-#pragma unroll
-      for (int i = 0; i < kStep / 16; ++i)
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-          E::template product<128, 1>(output[n], w + (i * 32 >> 4), v + ((i * 2048 + n * 2 * kSlab) >> 4), !first || i + part > 0);
-    }
-    wgmma_commit();
+    add(v, w, !first);
+    mbarrier_wait(&s.weighed[1], serial & 1);
+    share[0] = s.share[row(0)], share[1] = s.share[row(1)];
+    wgmma_fence();
+    add(v + (4096 >> 4), w + (64 >> 4), true);
+    wgmma_wait<1>();
+    release(stage, 0);
     wgmma_wait<0>();
     wgmma_hold(output[0]), wgmma_hold(output[1]);
+    release(stage, 1);
   }
 
-  __device__ __forceinline__ void release(uint32_t serial) {
+  // 32 keys, with both parts of their weights.
+  __device__ __forceinline__ void add(uint64_t v, uint64_t w, bool accumulate) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          E::template product<128, 1>(output[n], w + ((part * kSlab + i * 32) >> 4), v + ((i * 2048 + n * 2 * kSlab) >> 4), accumulate || i + part > 0);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release(int stage, int part) {
+    mbarrier_arrive(&s.unweighed[part]);
     __syncwarp();
-    if (lane == 0) {
-      mbarrier_arrive(&s.empty[serial % kStages]);
-      mbarrier_arrive(&s.unweighed[serial % kWeightBuffers<parts>]);
-    }
+    if (lane == 0) mbarrier_arrive(&s.empty[stage][part]);
   }
 
   // Four lanes hold two columns each of a piece of eight: after an exchange each lane holds one whole piece of four.
@@ -218,49 +243,44 @@ struct Value {
     uint32_t serial = 0;
     int index = 0;
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
-      const int keys = take_keys(s, index, lane);
+      const int keys = take_keys(s, index);
       if (keys == 0) write_zeros(t);
       if (keys <= 0) continue;
       const int steps = steps_of(keys);
-      for (int step = 0; step < steps - 1; ++step, ++serial) {
-        accumulate(serial, step == 0);
-        release(serial);
-      }
-      accumulate(serial, steps == 1);
-      const int buffer = serial % kWeightBuffers<parts>;
-      const float share[2] = {s.share[buffer][row(0)], s.share[buffer][row(1)]};
-      release(serial);
-      ++serial;
+      float share[2];
+      for (int step = 0; step < steps; ++step, ++serial) accumulate(serial, step == 0, share);
       write(t, share);
     }
   }
 };
 
-template <class E, int parts, bool fp4>
+template <class E, bool fp4>
 __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap query) {
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) mbarrier_init(&s.full[i], kGroup), mbarrier_init(&s.empty[i], 8);
-    for (int i = 0; i < 2; ++i) mbarrier_init(&s.weighed[i], kGroup), mbarrier_init(&s.unweighed[i], 8);
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&s.full[i], kGather);
+      for (int j = 0; j < 2; ++j) mbarrier_init(&s.empty[i][j], 8);
+    }
+    for (int i = 0; i < 2; ++i) mbarrier_init(&s.weighed[i], kGroup), mbarrier_init(&s.unweighed[i], 2 * kGroup);
     mbarrier_init(&s.queried, 1);
-    for (int i = 0; i < kLists; ++i) mbarrier_init(&s.listed[i], 1), mbarrier_init(&s.unlisted[i], 12);
+    for (int i = 0; i < kLists; ++i) mbarrier_init(&s.listed[i], 1), mbarrier_init(&s.unlisted[i], 3 * kGroup);
     fence_mbarrier_init();
   }
   __syncthreads();
-  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kGroup, 0), warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x % kGroup / 32, 0);
-  const int lane = threadIdx.x % 32;
-  if (group == 0) {
-    registers_down<104>();
+  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (warp < kGatherWarps) {
+    registers_down<48>();
     Gather<E, fp4> gather{a, s, warp, lane};
     gather.run();
-  } else if (group == 1) {
-    registers_down<88>();
-    Score<E, parts> score{a, query, s, warp, lane};
+  } else if (warp < kGatherWarps + 4) {
+    registers_down<64>();
+    Score<E> score{a, query, s, warp % 4, lane};
     score.run();
   } else {
     registers_up<160>();
-    Value<E, parts> value{a, s, group - 2, warp, lane};
+    Value<E> value{a, s, (warp - kGatherWarps) / 4 - 1, warp % 4, lane};
     value.run();
   }
 }

@@ -1,4 +1,4 @@
-// The warpgroup of sparse attention that lists a row's keys, gathers their stored bytes and expands them.
+// The two warpgroups of sparse attention that list a row's keys, gather their stored bytes and expand them.
 #pragma once
 
 #include "sparse_attention_rows.cuh"
@@ -33,15 +33,17 @@ __device__ __forceinline__ void load_some(uint32_t& v, const uint8_t* from, bool
                  : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)));
 }
 // Raw bytes of one batch of rows, held by a thread between its loads and its stores.
+constexpr int kFinds = 16 / kGatherWarps;  // Rows that a thread looks up at once.
+constexpr int kBatch = 32 / kGatherWarps;
 struct Batch {
-  uint4 codes[8];
-  uint32_t scales[8];
+  uint4 codes[kBatch];
+  uint32_t scales[kBatch];
 };
 
-// A batch of a step. Kinds 0 and 1 hold 32 rows of fp8_32 each (a warp takes a row), kind 2 holds all 64 rows of fp4_16 (half a
-// warp takes a row), kind 3 is none.
+// A batch of a step of a list. Kinds 0 and 1 hold 32 rows of fp8_32 each (a warp takes a row), kind 2 holds all 64 rows of fp4_16
+// (half a warp takes a row).
 struct Unit {
-  int slot, window, keys;  // The list.
+  int slot;  // The list.
   int step, kind;
 };
 
@@ -55,40 +57,41 @@ struct Gather {
   // Lists row t, the block's row number `index`: window rows, then selected rows up to the first -1. What the row after it will
   // be listed from is asked for, so that this waits for the block table alone.
   __device__ __forceinline__ void list(int t, int index) {
-    const int thread = 32 * warp + lane;
+    const int lane = anew(this->lane), warp = anew(this->warp), thread = 32 * warp + lane;
     const int request = a.row_to_req[t], position = a.positions[t];
     const int* rows = a.rows + t * a.rows_pitch;
     int selected = a.chosen;
 #pragma unroll 1
-    for (int i = thread; i < a.chosen; i += 4 * kGroup) {
-      int row[4];
+    for (int i = thread; i < a.chosen; i += kFinds * kGather) {
+      int row[kFinds];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) row[j] = i + j * kGroup < a.chosen ? rows[i + j * kGroup] : 0;
+      for (int j = 0; j < kFinds; ++j) row[j] = i + j * kGather < a.chosen ? rows[i + j * kGather] : 0;
 #pragma unroll
-      for (int j = 3; j >= 0; --j)
-        if (row[j] < 0) selected = min(selected, i + j * kGroup);
+      for (int j = kFinds - 1; j >= 0; --j)
+        if (row[j] < 0) selected = min(selected, i + j * kGather);
     }
     selected = __reduce_min_sync(0xFFFFFFFFu, selected);
     if (lane == 0) s.selected[warp] = selected;
-    named_barrier_sync(1, kGroup);
-    selected = min(min(s.selected[0], s.selected[1]), min(s.selected[2], s.selected[3]));
+    named_barrier_sync(1, kGather);
+#pragma unroll
+    for (int i = 0; i < kGatherWarps; ++i) selected = min(selected, s.selected[i]);
     int window = 0, keys = -1;
     if (request >= 0 && position >= 0) {
       uint32_t* to = s.offset[index % kLists];
       const int origin = a.window_origin[request], base = a.window_base[request], modulo = max(a.window_modulo[request], 1);
-      uint32_t found[4];
+      uint32_t found[kFinds];
       find(rows, request, thread, selected, found);
       const int first = max(max(position - a.window_tokens + 1, 0), origin);
       window = max(position - first + 1, 0);
 #pragma unroll 1
-      for (int i = thread; i < window; i += kGroup)
+      for (int i = thread; i < window; i += kGather)
         to[i] = static_cast<uint32_t>((base + (first + i - origin) % modulo) * a.window_pitch >> 4);
 #pragma unroll 1
-      for (int i = thread; i < selected; i += 4 * kGroup) {
+      for (int i = thread; i < selected; i += kFinds * kGather) {
         if (i != thread) find(rows, request, i, selected, found);
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (i + j * kGroup < selected) to[window + i + j * kGroup] = found[j];
+        for (int j = 0; j < kFinds; ++j)
+          if (i + j * kGather < selected) to[window + i + j * kGather] = found[j];
       }
       keys = window + selected;
     }
@@ -102,64 +105,68 @@ struct Gather {
       if (32 * thread < a.chosen) prefetch_line(a.rows + next * a.rows_pitch + 32 * thread);
       if (thread == 0) prefetch_line(a.row_to_req + next), prefetch_line(a.positions + next);
     }
-    named_barrier_sync(1, kGroup);
+    named_barrier_sync(1, kGather);
   }
 
   // Offsets of the selected rows i, i + 128, i + 256 and i + 384.
-  __device__ __forceinline__ void find(const int* rows, int request, int i, int selected, uint32_t (&found)[4]) const {
+  __device__ __forceinline__ void find(const int* rows, int request, int i, int selected, uint32_t (&found)[kFinds]) const {
     const int* table = a.block_table + request * a.table_pitch;
-    int row[4], block[4];
+    int row[kFinds], block[kFinds];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) row[j] = i + j * kGroup < selected ? rows[i + j * kGroup] : 0;
+    for (int j = 0; j < kFinds; ++j) row[j] = i + j * kGather < selected ? rows[i + j * kGather] : 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      block[j] = i + j * kGroup < selected ? row[j] / a.block_rows : 0;
+    for (int j = 0; j < kFinds; ++j) {
+      block[j] = i + j * kGather < selected ? row[j] / a.block_rows : 0;
       row[j] -= block[j] * a.block_rows;
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) block[j] = i + j * kGroup < selected ? table[block[j]] : 0;
+    for (int j = 0; j < kFinds; ++j) block[j] = i + j * kGather < selected ? table[block[j]] : 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
+    for (int j = 0; j < kFinds; ++j)
       found[j] = static_cast<uint32_t>((block[j] * a.block_pitch + static_cast<int64_t>(row[j]) * (fp4 ? kFp4Row : kFp8Row)) >> 4);
   }
 
-  __device__ __forceinline__ static bool has(int window, int step, int kind) {
+  // Whether step `step` of a list has a batch of this kind.
+  __device__ __forceinline__ bool has(const Unit& u, int kind) const {
     if (!fp4) return kind < 2;
-    const int window_rows = window - step * kStep;
+    const int window_rows = s.window_of[u.slot] - u.step * kStep;
     return kind == 0 ? window_rows > 0 : kind == 1 ? window_rows > 32 : window_rows < kStep;
   }
-  __device__ __forceinline__ Unit first_of(int index) const {
-    const int slot = index % kLists, window = s.window_of[slot], keys = s.keys_of[slot];
-    return Unit{slot, window, keys, 0, keys <= 0 ? 3 : has(window, 0, 0) ? 0 : 2};
-  }
-  // The unit after `u` in its row.
-  __device__ __forceinline__ static Unit after(const Unit& u) {
+  // Makes `u` the batch after it of the same list; false where that is the last.
+  __device__ __forceinline__ bool advance(Unit& u) const {
     for (int kind = u.kind + 1; kind < 3; ++kind)
-      if (has(u.window, u.step, kind)) return Unit{u.slot, u.window, u.keys, u.step, kind};
-    const int step = u.step + 1;
-    return Unit{u.slot, u.window, u.keys, step, step == steps_of(u.keys) ? 3 : has(u.window, step, 0) ? 0 : 2};
+      if (has(u, kind)) {
+        u.kind = kind;
+        return true;
+      }
+    ++u.step;
+    if (u.step >= steps_of(s.keys_of[u.slot])) return false;
+    u.kind = fp4 && !has(u, 0) ? 2 : 0;
+    return true;
   }
 
   // Asks for a batch. Rows past the list, and those of the other kind, give zeros.
   __device__ __forceinline__ void load(const Unit& u) {
     if (u.kind == 2) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) load4(u, i);
+      for (int i = 0; i < kBatch; ++i) load4(u, i);
     } else if (u.kind < 2) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) load8(u, u.kind, i);
+      for (int i = 0; i < kBatch; ++i) load8(u, u.kind, i);
     }
   }
   __device__ __forceinline__ void load4(const Unit& u, int i) {
-    const int row = u.step * kStep + 2 * warp + (lane >> 4) + 8 * i, h = lane & 15;
-    const bool mine = row >= u.window && row < u.keys;
+    const int lane = anew(this->lane), warp = anew(this->warp);
+    const int row = u.step * kStep + 2 * warp + (lane >> 4) + 2 * kGatherWarps * i, h = lane & 15;
+    const bool mine = row >= s.window_of[u.slot] && row < s.keys_of[u.slot];
     const uint8_t* from = a.compressed + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
     load_some16(batch.codes[i], from + 16 * h, mine);
     load_some<2>(batch.scales[i], from + kWidth / 2 + 2 * h, mine);
   }
   __device__ __forceinline__ void load8(const Unit& u, int kind, int i) {
-    const int row = u.step * kStep + 32 * kind + warp + 4 * i;
-    const bool in_window = row < u.window, mine = row < u.keys && (!fp4 || in_window);
+    const int lane = anew(this->lane), warp = anew(this->warp);
+    const int row = u.step * kStep + 32 * kind + warp + kGatherWarps * i;
+    const bool in_window = row < s.window_of[u.slot], mine = row < s.keys_of[u.slot] && (!fp4 || in_window);
     const uint8_t* from = (fp4 || in_window ? a.window : a.compressed) + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
     load_some16(batch.codes[i], from + 16 * lane, mine);
     load_some<1>(batch.scales[i], from + kWidth + (lane >> 1), mine);
@@ -169,14 +176,16 @@ struct Gather {
   // Lane l holds pieces 2 l and 2 l + 1; every other four lanes begin with the second, so that eight lanes meet eight banks.
   // With `rolling`, a row's registers take the same row of the step's second batch as soon as they are free.
   template <bool rolling>
-  __device__ __forceinline__ void expand8(const Unit& u, uint32_t tile) {
-    const int late = (lane >> 2) & 1, left = u.window - u.step * kStep - 32 * u.kind - warp;
+  __device__ __forceinline__ void expand8(const Unit& u, uint32_t tile, uint64_t* empty, uint32_t parity) {
+    const int lane = anew(this->lane), warp = anew(this->warp);
+    mbarrier_wait(&empty[u.kind], parity);
+    const int late = (lane >> 2) & 1, left = s.window_of[u.slot] - u.step * kStep - 32 * u.kind - warp;
     uint32_t at[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) at[j] = tile + u.kind * 4096 + piece_offset(warp, 2 * lane + (late ^ j));
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i < 7) hold(batch.codes[i + 1], batch.scales[i + 1]);
+    for (int i = 0; i < kBatch; ++i) {
+      if (i < kBatch - 1) hold(batch.codes[i + 1], batch.scales[i + 1]);
       const uint4 c = batch.codes[i];
       const uint32_t scale = E::ue8m0(batch.scales[i]);
 #pragma unroll
@@ -184,74 +193,75 @@ struct Gather {
         uint32_t v[4];
         E::fp8(late == j ? c.x : c.z, scale, v[0], v[1]);
         E::fp8(late == j ? c.y : c.w, scale, v[2], v[3]);
-        store16((at[j] ^ (i & 1) * 64) + i * 512, v, !fp4 || 4 * i < left);
+        store16(at[j] + i * 128 * kGatherWarps, v, !fp4 || kGatherWarps * i < left);
       }
       if (rolling) load8(u, 1, i);
     }
   }
-  // Lane h of half a warp holds pieces 4 h to 4 h + 3 and begins with piece (h / 2) % 4 of them.
-  __device__ __forceinline__ void expand4(const Unit& u, uint32_t tile) {
-    const int h = lane & 15, turn = (h >> 1) & 3, begin = u.window - u.step * kStep - 2 * warp - (lane >> 4);
-    uint32_t at[4];
+  // Lane h of half a warp holds pieces 4 h to 4 h + 3 and takes piece j ^ (h / 2) % 4 of them as its j-th.
+  __device__ __forceinline__ void expand4(const Unit& u, uint32_t tile, uint64_t* empty, uint32_t parity) {
+    const int lane = anew(this->lane), warp = anew(this->warp);
+    mbarrier_wait(&empty[0], parity);
+    const int h = lane & 15, turn = (h >> 1) & 3, begin = s.window_of[u.slot] - u.step * kStep - 2 * warp - (lane >> 4);
+    const uint32_t at = tile + piece_offset(2 * warp + (lane >> 4), 4 * h + turn);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) at[j] = tile + piece_offset(2 * warp + (lane >> 4), 4 * h + ((j + turn) & 3));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i < 7) hold(batch.codes[i + 1], batch.scales[i + 1]);
+    for (int i = 0; i < kBatch; ++i) {
+      if (i < kBatch - 1) hold(batch.codes[i + 1], batch.scales[i + 1]);
+      if (i == kBatch / 2) mbarrier_wait(&empty[1], parity);
       uint4 c = batch.codes[i];
-      if (turn & 1) c = make_uint4(c.y, c.z, c.w, c.x);
+      if (turn & 1) c = make_uint4(c.y, c.x, c.w, c.z);
       if (turn & 2) c = make_uint4(c.z, c.w, c.x, c.y);
       const uint32_t words[4] = {c.x, c.y, c.z, c.w};
-      const uint32_t low = E::e4m3_scale(batch.scales[i] & 0xFF), high = E::e4m3_scale(batch.scales[i] >> 8);
+      const uint32_t low = E::e4m3_scale(turn & 2 ? batch.scales[i] >> 8 : batch.scales[i] & 0xFF);
+      const uint32_t high = E::e4m3_scale(turn & 2 ? batch.scales[i] & 0xFF : batch.scales[i] >> 8);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t v[4];
-        E::fp4(words[j], (j + turn) & 2 ? high : low, v);
-        store16(at[j] + i * 1024, v, 8 * i >= begin);
+        E::fp4(words[j], j & 2 ? high : low, v);
+        store16((at ^ j << 4) + i * 256 * kGatherWarps, v, 2 * kGatherWarps * i >= begin);
       }
     }
   }
 
-  // Fills a stage for each step of each row; `serial` counts the steps of all rows. The next row is listed once both stages are
-  // full, and at the latest before the last step.
+  // Expands a batch into its stage, and asks for the step's second batch where `rolling`.
+  __device__ __forceinline__ void expand(const Unit& u, uint32_t serial, bool rolling) {
+    const int stage = serial % kStages;
+    const uint32_t tile = shared_address(s.keys[stage]), parity = (serial / kStages & 1) ^ 1;
+    if (u.kind == 2)
+      expand4(u, tile, s.empty[stage], parity);
+    else if (rolling)
+      expand8<true>(u, tile, s.empty[stage], parity);
+    else
+      expand8<false>(u, tile, s.empty[stage], parity);
+  }
+
+  // Fills a stage for each step of each row; `serial` counts the steps of all rows. The row after it is listed once both stages
+  // are full, and at the latest before the last step.
   __device__ __forceinline__ void run() {
-    const int tokens = rows_of(a), stride = gridDim.x;
+    const int tokens = rows_of(a);
     uint32_t serial = 0;
-    Unit u{0, 0, 0, 0, 3};
-    for (int t = static_cast<int>(blockIdx.x) - stride, index = -1;; t += stride, ++index) {
-      const bool more = t + stride < tokens;
-      bool listed = false, fresh = true;
-      while (true) {
-        if (!listed && more && (u.kind == 3 || u.step >= kStages || u.step + 1 == steps_of(u.keys))) list(t + stride, index + 1), listed = true;
-        Unit next = u.kind == 3 ? u : after(u);
-        if (next.kind == 3 && more) next = first_of(index + 1);
-        const bool last = next.step != u.step || next.slot != u.slot || next.kind == 3, row_ends = next.slot != u.slot || next.kind == 3;
-        if (u.kind == 3) {
-          load(next);
-          u = next;
-          break;
-        }
-        const int stage = serial % kStages;
-        if (fresh) mbarrier_wait(&s.empty[stage], (serial / kStages & 1) ^ 1);
-        const uint32_t tile = shared_address(s.keys[stage]);
-        const bool rolling = u.kind == 0 && !last && next.kind == 1;
-        if (u.kind == 2)
-          expand4(u, tile);
-        else if (rolling)
-          expand8<true>(u, tile);
-        else
-          expand8<false>(u, tile);
-        if (last) {
+    int index = 0;
+    int t = blockIdx.x;
+    if (t < tokens) list(t, 0);
+    for (; t < tokens; t += gridDim.x, ++index) {
+      Unit u{index % kLists, 0, fp4 && s.window_of[index % kLists] <= 0 ? 2 : 0};
+      bool listed = t + static_cast<int>(gridDim.x) >= tokens;
+      bool some = s.keys_of[u.slot] > 0;
+      if (some) load(u);
+      while (some) {
+        if (!listed && (u.step >= kStages || u.step + 1 == steps_of(s.keys_of[u.slot]))) list(t + gridDim.x, index + 1), listed = true;
+        const bool rolling = u.kind == 0 && has(u, 1);
+        expand(u, serial, rolling);
+        const int step = u.step;
+        some = advance(u);
+        if (u.step != step) {
           fence_proxy_async();  // It waits for this thread's loads too: no batch may be on its way here.
-          mbarrier_arrive(&s.full[stage]);
+          mbarrier_arrive(&s.full[serial % kStages]);
           ++serial;
         }
-        if (!rolling) load(next);
-        fresh = last;
-        u = next;
-        if (row_ends) break;
+        if (some && !rolling) load(u);
       }
-      if (!more) break;
+      if (!listed) list(t + gridDim.x, index + 1);
     }
   }
 };

@@ -7,7 +7,7 @@
 namespace di::attention {
 
 constexpr int kHeads = 64, kWidth = 512, kStep = 64, kStages = 2, kMostKeys = 2048, kLists = 2;
-constexpr int kGroup = 128, kThreads = 4 * kGroup;
+constexpr int kGatherWarps = 8, kGather = 32 * kGatherWarps, kGroup = 128, kThreads = kGather + 3 * kGroup;
 constexpr int kSlab = 64 * 128;  // 64 rows of 128 bytes, swizzled: 64 elements of each row.
 constexpr int kTile = kSlab * kWidth / 64;
 constexpr int kFp8Row = kWidth + kWidth / 32, kFp4Row = kWidth / 2 + kWidth / 16;
@@ -27,21 +27,24 @@ struct Arguments {
   float scale;
 };
 
-// `parts` slabs make the weights of a step; with one part there is room for two steps.
-template <int parts>
-constexpr int kWeightBuffers = 2 / parts;
-
 struct Shared {
   alignas(1024) uint8_t q[kTile];
   alignas(1024) uint8_t keys[kStages][kTile];
-  alignas(1024) uint8_t weights[2][kSlab];
+  alignas(1024) uint8_t weights[2][kSlab];  // The step's weights in two parts.
   uint32_t offset[kLists][kMostKeys];  // Of a list's rows in their store, in units of 16 bytes.
-  float shrink[2][kHeads];        // By weight buffer: what the output so far is multiplied by before the step is added.
-  float share[2][kHeads];         // By weight buffer, at a row's last step: what the output is multiplied by in the end.
-  uint64_t full[kStages], empty[kStages], weighed[2], unweighed[2], listed[kLists], unlisted[kLists], queried;
+  float shrink[kHeads];                // What the output so far is multiplied by before the step is added; first half of the weights.
+  float share[kHeads];                 // At a row's last step, what the output is multiplied by in the end; second half.
+  // Stages empty and weights come and go by halves of 32 keys.
+  uint64_t full[kStages], empty[kStages][2], weighed[2], unweighed[2], listed[kLists], unlisted[kLists], queried;
   int window_of[kLists], keys_of[kLists];  // Keys of a list: in the window, and all; -1 for a row that is left as it is.
-  int selected[4];
+  int selected[kGatherWarps];
 };
+
+// The same value, from which the compiler computes nothing ahead, so that no register holds it meanwhile.
+__device__ __forceinline__ int anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // Where the 16-byte piece `piece` of row `row` lies in a tile.
 __device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
@@ -64,12 +67,11 @@ __device__ __forceinline__ int rows_of(const Arguments& a) {
 __device__ __forceinline__ int steps_of(int keys) { return (keys + kStep - 1) / kStep; }
 
 // Keys of the block's row number `index`, for the groups that use them.
-__device__ __forceinline__ int take_keys(Shared& s, int index, int lane) {
+__device__ __forceinline__ int take_keys(Shared& s, int index) {
   const int slot = index % kLists;
   mbarrier_wait(&s.listed[slot], index / kLists & 1);
   const int keys = s.keys_of[slot];
-  __syncwarp();
-  if (lane == 0) mbarrier_arrive(&s.unlisted[slot]);
+  mbarrier_arrive(&s.unlisted[slot]);
   return keys;
 }
 
