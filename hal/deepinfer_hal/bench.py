@@ -13,17 +13,16 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepinfer_hal import formats
 from deepinfer_hal.backend import Backend
+from deepinfer_hal.bench_budget import Budget, drawing_seconds, resolved
 from deepinfer_hal.bench_shapes import MODELS, NOT_MEASURED, BenchCase, bench_cases
-from deepinfer_hal.bench_timing import NotRun, timed_calls
+from deepinfer_hal.bench_timing import NotRun, TimedCalls, timed_calls
 from deepinfer_hal.card import all_cards, get_card
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings, spread
 from deepinfer_hal.conformance.arena import Placed
@@ -37,32 +36,15 @@ from deepinfer_hal.ops._common import weights_drawn_once
 from deepinfer_hal.statics import call_spec
 from deepinfer_hal.weights import prepare_canonical
 
-ASSUMED_CACHE_BYTES = 128 << 20
-"""Last-level cache of a device that does not tell."""
-
 _BEYOND_CACHE = 1.5
 _MOST_BUFFERS = 4096
 _BYTES_PER_ELEMENT, _BYTES_PER_GATHERED = 20, 8
 """Host memory at the peak of a case: drawn and stored, laid out in float32, expanded to float64 by the reference."""
 
+NOT_YET = "not yet timed"
+"""What a row's verdict is until its turn; none in a result."""
+
 Listener = Callable[["Row"], None]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """repeats: samples of a row; row_seconds: of a row from drawing to timing; memory_bytes: host memory of a row.
-
-    cache_bytes: what the buffers of a row must exceed together; 0: the device's last-level cache.
-    """
-
-    repeats: int = 9
-    row_seconds: float = 60.0
-    memory_bytes: int = 0
-    cache_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1 or self.row_seconds <= 0:
-            raise BadCall(f"a row needs repeats and seconds, got {self.repeats} and {self.row_seconds}")
 
 
 @dataclass
@@ -129,13 +111,14 @@ def run_bench(
     shapes: a name of `bench_shapes.MODELS`; experts: on one rank, at most the model's; ops, rows: only these. conformance: a
     report of `hal test`, whose kernels must be those of the rows. uses: (op, use), only these, the smallest first; turns: of
     several processes that share the device (bench_jobs.Turns), of which the first measures the ceilings and lists ops that are
-    not measured. ends: by time.time(); rows that would not have been drawn by then are not run.
+    not measured; each makes all its rows ready, as far as their buffers fit, and times them when the others are ready too. ends:
+    by time.time(); rows that would not have been drawn by then are not run.
     Raises BadCall for what does not exist.
     """
     check_names(shapes, ops)
     model = MODELS[shapes]
     experts = min(experts, model.experts)
-    budget = _resolved(budget or Budget(), backend, index)
+    budget = resolved(budget or Budget(), backend, index)
     tested = None if conformance is None else tested_symbols(conformance, backend.name)
     copied, load = int(_BEYOND_CACHE * budget.cache_bytes), os.getloadavg()[0]
     turns = turns or _Alone()
@@ -150,13 +133,22 @@ def run_bench(
     cases = list(bench_cases(model, experts, rows, ops))
     if uses is not None:
         cases = smallest_first([case for case in cases if case.key in uses])
-    with weights_drawn_once():
-        for case in cases:
-            row = bench.measure(case)
+
+    def finish(timed: list[Row]) -> None:
+        for row in timed:
             if tested is not None and row.symbol:
                 _compare_symbols(row, tested)
-            done.append(row)
             listen(row)
+
+    with weights_drawn_once():
+        for case in cases:
+            row = bench.prepare(case)
+            done.append(row)
+            finish([row] if row.verdict != NOT_YET else [])
+            if bench.held_bytes > turns.hold_bytes:
+                finish(bench.time_prepared())
+    turns.wait_for_others(ends)
+    finish(bench.time_prepared())
     if first:
         bench.ceilings = bench.ceilings.best(measured(1))
     for row in done:
@@ -186,15 +178,6 @@ def tested_symbols(report: Mapping[str, Any], backend: str) -> dict[str, set[str
     return found
 
 
-def last_level_cache_bytes(device: torch.device, told: int = 0) -> int:
-    """Of the processor, as the system tells it, or of a device what its capabilities tell; else ASSUMED_CACHE_BYTES."""
-    sizes = [told]
-    if device.type == "cpu":
-        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-            sizes.append(int(path.read_text(encoding="ascii").strip().removesuffix("K")) << 10)
-    return max(sizes) or ASSUMED_CACHE_BYTES
-
-
 def smallest_first(cases: list[BenchCase]) -> list[BenchCase]:
     """By what the largest row of a use draws, the rows of a use together, since they share its weights: where time is short, the
     most rows come of it."""
@@ -208,6 +191,11 @@ class _Alone:
     """The turns of a process that has the device for itself."""
 
     beside = alone = staticmethod(contextlib.nullcontext)
+    hold_bytes = -1
+
+    @staticmethod
+    def wait_for_others(ends: float) -> None:
+        """There are none."""
 
     @staticmethod
     def ceilings(measure: Callable[[], Ceilings]) -> Ceilings:
@@ -217,37 +205,76 @@ class _Alone:
 # ------------------------------------------------------------------------------------------------- one row
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A row whose calls may be timed: what frees them, the seconds left of the row's, and the memory that the calls read."""
+
+    row: Row
+    calls: TimedCalls
+    until_timed: contextlib.ExitStack
+    left: float
+    buffers: list[tuple[Any, ...]]
+
+
 class _Bench:
     """What all rows share: the dispatcher, the kernels under test, the ceilings and the budget."""
 
     def __init__(
         self, backend: Backend, index: int, budget: Budget, ceilings: Ceilings, turns: Any, ends: float = math.inf
     ) -> None:
-        self.ends = ends
+        self.ends, self.ready, self.drawn = ends, [], set()
         self.backend, self.index, self.budget, self.ceilings, self.turns = backend, index, budget, ceilings, turns
         self.dispatcher = Dispatcher(backend, index, fallback="forbid")
         self.offers = offers_of(backend, index, reference=False)
         self.subjects = subjects(backend, index, reference=False)
-        self.seconds_per_element = _drawing_seconds()
+        self.seconds_per_element = drawing_seconds()
 
-    def measure(self, case: BenchCase) -> Row:
-        """The row of a case; never raises for what a kernel does."""
-        row = Row(case.case.id, case.case.op, case.use, case.rows)
-        try:
+    @property
+    def held_bytes(self) -> int:
+        """Device memory of the rows that are ready and not timed yet."""
+        return sum(one.row.buffer_bytes for one in self.ready)
+
+    def prepare(self, case: BenchCase) -> Row:
+        """The row of a case, checked and ready to be timed (NOT_YET), or with why it is not; never raises for what a kernel
+        does."""
+        row = Row(case.case.id, case.case.op, case.use, case.rows, NOT_YET)
+        with self._judged(row), contextlib.ExitStack() as unless_ready:
             if not self.offers.get(row.op):
                 raise Unsupported("the backend offers no kernel of this op")
             self._foresee(case)
-            self._measure(case, row)
-            row.verdict = PASS
+            one = self._make_ready(case, row, unless_ready)
+            self.ready.append(one)
+            self.drawn.add(case.key)
+        return row
+
+    def time_prepared(self) -> list[Row]:
+        """Times the rows that are ready, in one turn, and frees what they hold; those rows."""
+        timed, self.ready = self.ready, []
+        if timed:
+            started = time.perf_counter()
+            with self.turns.alone():
+                for one in timed:
+                    with self._judged(one.row), one.until_timed:
+                        one.row.seconds = spread(one.calls.seconds(self.budget.repeats, one.left))
+                        one.row.verdict = PASS
+                        rate(one.row, self.ceilings)
+                    one.row.spent["timing"], started = time.perf_counter() - started, time.perf_counter()
+        return [one.row for one in timed]
+
+    @contextlib.contextmanager
+    def _judged(self, row: Row) -> Iterator[None]:
+        """Turns what is raised inside into the row's verdict and reason."""
+        try:
+            yield
         except NotRun as reason:
             row.verdict, row.reason = NOT_RUN, str(reason)
         except (Unsupported, Declined) as reason:
             row.verdict, row.reason = UNSUPPORTED, str(reason)
-        except MemoryError:
-            row.verdict, row.reason = NOT_RUN, "memory ran out"
         except Exception as error:  # a benchmark of many kernels outlives one that cannot be run
+            if self.backend.classify_error(error) == "out_of_memory":
+                row.verdict, row.reason = NOT_RUN, "memory ran out"
+                return
             row.verdict, row.reason = FAIL, str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
-        return row
 
     def _foresee(self, case: BenchCase) -> None:
         """NotRun if drawing and checking the case would take more memory or time than a row has."""
@@ -255,13 +282,14 @@ class _Bench:
         if nbytes > self.budget.memory_bytes:
             allowed = self.budget.memory_bytes / 1e9
             raise NotRun(f"drawing and checking it takes about {nbytes / 1e9:.1f} GB of memory, a row has {allowed:.1f} GB")
-        seconds = case.elements * self.seconds_per_element
+        seconds = 0.0 if case.key in self.drawn else case.elements * self.seconds_per_element[case.coded]
         if seconds > self.budget.row_seconds:
             raise NotRun(f"drawing it takes about {seconds:.0f} s, a row has {self.budget.row_seconds:.0f} s")
         if time.time() + seconds >= self.ends:
             raise NotRun("the time of the run was over, or was too short to draw it")
 
-    def _measure(self, case: BenchCase, row: Row) -> None:
+    def _make_ready(self, case: BenchCase, row: Row, unless_ready: contextlib.ExitStack) -> _Ready:
+        """Draws and checks a case, and lays out what its calls go round through."""
         started = time.perf_counter()
         args = get_card(row.op).generate(case.case, 0, "cpu", prepare_canonical)
         subject, call = self._choose(case, args, row)
@@ -269,17 +297,14 @@ class _Bench:
         cost = problem.card.cost(problem.pristine)
         row.bytes, row.flops = int(cost.bytes), int(cost.flops)
         drawn = time.perf_counter()
-        with contextlib.ExitStack() as until_timed:
-            with self.turns.beside():
-                check_values(problem)
-                buffers, row.buffer_bytes = self._buffers(problem, case, row.bytes)
-                calls = until_timed.enter_context(timed_calls(subject, call, buffers))
-            row.used, row.buffers, row.timing = dict(problem.statistics["used"]), len(buffers), calls.how
-            checked = time.perf_counter()
-            with self.turns.alone():
-                row.seconds = spread(calls.seconds(self.budget.repeats, self.budget.row_seconds - (checked - started)))
-        row.spent = {"drawing": drawn - started, "checking": checked - drawn, "timing": time.perf_counter() - checked}
-        rate(row, self.ceilings)
+        with self.turns.beside():
+            check_values(problem)
+            buffers, row.buffer_bytes = self._buffers(problem, case, row.bytes)
+            calls = unless_ready.enter_context(timed_calls(subject, call, buffers))
+        row.used, row.buffers, row.timing = dict(problem.statistics["used"]), len(buffers), calls.how
+        checked = time.perf_counter()
+        row.spent = {"drawing": drawn - started, "checking": checked - drawn}
+        return _Ready(row, calls, unless_ready.pop_all(), self.budget.row_seconds - (checked - started), buffers)
 
     def _choose(self, case: BenchCase, args: Mapping[str, Any], row: Row) -> tuple[Subject, Callable[..., None]]:
         """The kernel that the dispatcher chooses for the call; it must be one that conformance has as a subject."""
@@ -338,29 +363,6 @@ def _set_bytes(problem: Problem, args: Mapping[str, Any], shared: bool) -> int:
     weights = [args[arg.name] for arg in problem.card.signature if arg.kind == "weight" and args[arg.name] is not None]
     distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(distinct.values()) + (0 if shared else sum(weight.nbytes for weight in weights))
-
-
-def _drawing_seconds() -> float:
-    """Seconds that an element of a case takes to draw, quantise, lay out and expand again on this host, at its best."""
-    times = []
-    for _ in range(15):
-        start = time.perf_counter()
-        drawn = torch.randn(128, 1024)
-        formats.dequantise_weight_fp8(*formats.quantise_weight_fp8(drawn))
-        times.append(time.perf_counter() - start)
-    return 2 * min(times) / drawn.numel()
-
-
-def _resolved(budget: Budget, backend: Backend, index: int) -> Budget:
-    """The budget with the machine's own numbers where none are given: half of its memory, its last-level cache."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    on_device = backend.memory_info(index).total_bytes // 2
-    return Budget(
-        budget.repeats,
-        budget.row_seconds,
-        budget.memory_bytes or min(memory, on_device or memory),
-        budget.cache_bytes or last_level_cache_bytes(backend.device(index), backend.capabilities(index).cache_bytes),
-    )
 
 
 def _compare_symbols(row: Row, tested: Mapping[str, set[str]]) -> None:

@@ -32,8 +32,9 @@ from deepinfer_hal.errors import BackendUnavailable
 class Turns:
     """Locks of a folder that processes share. Who wants to be alone closes the gate, so that no newcomer keeps it waiting."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: str | Path, number: int = 0, of: int = 1, hold_bytes: int = 0) -> None:
+        """number, of: this process among all; hold_bytes: device memory that its rows may hold until they are timed."""
+        self._folder, self._number, self._of, self.hold_bytes = Path(folder), number, of, hold_bytes
         self._gate, self._room = (open(Path(folder) / name, "w", encoding="ascii") for name in ("gate", "room"))
 
     @contextlib.contextmanager
@@ -50,6 +51,12 @@ class Turns:
         """See `shared_ceilings`."""
         return shared_ceilings(self._folder, measure)
 
+    def wait_for_others(self, ends: float) -> None:
+        """Returns when all processes are here, or ended, or have been waited for too long: clocks run best when none computes."""
+        arrived(self._folder, self._number)
+        while len(list(self._folder.glob("arrived-*"))) < self._of and time.time() < ends + _LATE_SECONDS:
+            time.sleep(0.02)
+
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """A turn that nobody else has."""
@@ -65,6 +72,14 @@ def _locked(file: TextIO, how: int) -> Iterator[None]:
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)
 
+
+def arrived(folder: str | Path, number: int) -> None:
+    """Notes that a process makes no more rows ready."""
+    (Path(folder) / f"arrived-{number}").touch()
+
+
+_LATE_SECONDS = 20.0
+"""After the end of the time given, for rows that were begun before it."""
 
 CEILINGS = "ceilings.json"
 _CEILINGS_SECONDS = 120.0
@@ -105,9 +120,13 @@ def run_bench_jobs(
             job = {
                 "spec": spec, "uses": shares[number], "folder": folder, "shapes": shapes, "experts": experts,
                 "budget": asdict(budget), "conformance": None if conformance is None else str(conformance), "ops": ops,
-                "rows": rows, "first": number == 0, "ends": ends if math.isfinite(ends) else None,
+                "rows": rows, "number": number, "of": len(shares), "ends": ends if math.isfinite(ends) else None,
             }  # fmt: skip
-            results[number] = _play(job, listen, hearing, started.append)
+            try:
+                results[number] = _play(job, listen, hearing, started.append)
+            finally:
+                with contextlib.suppress(FileNotFoundError):  # after an interrupt the folder may be gone
+                    arrived(folder, number)
 
         threads = [threading.Thread(target=play, args=(number,)) for number in range(len(shares))]
         for thread in threads:
@@ -198,10 +217,12 @@ def main(text: str) -> int:
         answers.flush()
 
     uses = {tuple(one) for one in job["uses"]}
+    memory = backend.memory_info(index).total_bytes or Budget().memory_bytes
+    turns = Turns(job["folder"], job["number"], job["of"], memory // (2 * job["of"]))
     result = run_bench(
         backend, index, shapes=job["shapes"], experts=job["experts"], ops=tuple(job["ops"]), rows=tuple(job["rows"]), uses=uses,
         budget=Budget(**job["budget"]), conformance=known, listen=lambda row: tell({"row": asdict(row)}),
-        turns=Turns(job["folder"]), first=job["first"], ends=math.inf if job["ends"] is None else job["ends"],
+        turns=turns, first=job["number"] == 0, ends=math.inf if job["ends"] is None else job["ends"],
     )  # fmt: skip
     tell({"result": result})
     return 0

@@ -78,8 +78,8 @@ class BenchCase:
 
     use: what the model calls the op for. rows: of the step. elements: values that making the case draws, its weights, stores and
     logits, from which memory and time are foreseen; gathered: of these, values of tables that are only read by the row, which
-    neither the reference nor a layout expands. vary: index arguments and their limits, shifted in every buffer so that rows
-    gathered from a shared table are others.
+    neither the reference nor a layout expands; coded: whether the values are quantised when drawn. vary: index arguments and
+    their limits, shifted in every buffer so that rows gathered from a shared table are others.
     """
 
     case: Case
@@ -87,6 +87,7 @@ class BenchCase:
     use: str = ""
     elements: int = 0
     gathered: int = 0
+    coded: bool = True
     vary: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -123,7 +124,15 @@ def _all_rows() -> tuple[int, ...]:
 
 
 def _row(op: str, rows: int, use: str = "", elements: int = 0, /, **params: Any) -> BenchCase:
-    return BenchCase(Case(op, params), rows, use, elements)
+    coded = params.get("w") != "bf16" and op not in _DRAWN_AS_THEY_ARE
+    return BenchCase(Case(op, params), rows, use, elements, coded=coded)
+
+
+_DRAWN_AS_THEY_ARE = frozenset({
+    "markov_logits", "mask_logits", "sample", "top_logprobs", "nan_row_flags", "verify_drafts", "select_topk",
+    "select_candidate_blocks",
+})  # fmt: skip
+"""Ops whose cases hold no codes of which much is drawn."""
 
 
 def _requests(rows: int, first: int, start: int = 0) -> str:
@@ -198,7 +207,7 @@ def _embedding_gather(op: str, m: ModelShapes, experts: int) -> Iterator[BenchCa
     for rows in _all_rows():
         case = Case(op, dict(T=rows, V=m.vocab, H=m.hidden, m=m.streams, w="bf16", out="bf16"))
         table = m.vocab * m.hidden
-        yield BenchCase(case, rows, elements=table, gathered=table, vary={"ids": m.vocab})
+        yield BenchCase(case, rows, elements=table, gathered=table, coded=False, vary={"ids": m.vocab})
 
 
 @_measures("engram_lookup")

@@ -16,7 +16,7 @@ import torch
 from deepinfer_hal import bench, bench_jobs
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo
 from deepinfer_hal.bench import Budget, run_bench, smallest_first
-from deepinfer_hal.bench_jobs import Turns, merged, share_work
+from deepinfer_hal.bench_jobs import Turns, arrived, merged, share_work
 from deepinfer_hal.bench_shapes import MODELS, NANO, NOT_MEASURED, V41, bench_cases
 from deepinfer_hal.card import all_cards, get_card
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings
@@ -364,7 +364,7 @@ OVER = "the time of the run was over, or was too short to draw it"
 
 
 def test_rows_that_cannot_be_drawn_in_time_are_not_begun(monkeypatch):
-    monkeypatch.setattr(bench, "_drawing_seconds", lambda: 1.0)
+    monkeypatch.setattr(bench, "drawing_seconds", lambda: {True: 1.0, False: 1.0})
     backend = Bench(kernel("linear"), kernel("rope"))
     rows = measured(backend, ops=("linear", "rope"), ends=time.time() + 10, budget=dataclasses.replace(BUDGET, row_seconds=1e9))
     assert {row["reason"] for row in rows.values() if row["op"] == "linear"} == {OVER}
@@ -413,6 +413,41 @@ def test_who_wants_a_turn_alone_waits_for_the_others_and_keeps_newcomers_out(tmp
     for thread in threads:
         thread.join(20)
     assert done == ["alone", "beside"]
+
+
+def test_processes_time_their_rows_when_all_are_ready_or_ended(tmp_path):
+    first, second = Turns(tmp_path, 0, 3), Turns(tmp_path, 1, 3)
+    passed = []
+
+    def wait(turns):
+        turns.wait_for_others(time.time() + 60)
+        passed.append(turns)
+
+    threads = [threading.Thread(target=wait, args=(turns,)) for turns in (first, second)]
+    for thread in threads:
+        thread.start()
+    while len(list(tmp_path.glob("arrived-*"))) < 2:
+        time.sleep(1e-3)
+    assert passed == []
+    arrived(tmp_path, 2)  # the third has ended without a word
+    for thread in threads:
+        thread.join(20)
+    assert len(passed) == 2
+
+
+def test_who_is_late_is_not_waited_for_without_end(tmp_path):
+    Turns(tmp_path, 0, 2).wait_for_others(time.time() - 60)
+
+
+def test_rows_hold_their_buffers_until_they_are_timed_as_far_as_memory_is_given(tmp_path):
+    options = dict(ops=("rope", "stream_collapse"), rows=(1, 16))
+    backend = Bench(kernel("rope"), kernel("stream_collapse"))
+    heard = []
+    held = run_bench(
+        backend, 0, shapes="nano", budget=BUDGET, turns=Turns(tmp_path, 0, 1, hold_bytes=1 << 30), listen=heard.append, **options
+    )
+    assert [row["verdict"] for row in held["rows"]] == ["pass"] * 4 == [row.verdict for row in heard]
+    assert all(row["share"] and row["spent"]["timing"] > 0 for row in held["rows"])
 
 
 def _held(path: Path) -> bool:
