@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lambda line: None) -> dict[str, Any]:
     """All steps of the workload as plain values for a report; `say` hears each as it comes. A step that fails is an entry with
-    its error, and the others go on."""
+    its error, and the others go on; after a KeyboardInterrupt there are no others."""
     started = time.monotonic()
     memory = check_memory(cut, load, backend, index)
     free = backend.memory_info(index).free_bytes
@@ -106,7 +106,7 @@ class _Bench:
     def __init__(
         self, backend: Any, index: int, model: SliceModel, ceilings: Ceilings, say: Say, deadline: float, phases: Phases
     ) -> None:
-        self.deadline, self.phases = deadline, phases
+        self.deadline, self.phases, self.interrupted = deadline, phases, False
         self.backend, self.index, self.model, self.ceilings, self.say = backend, index, model, ceilings, say
         self.bound: BoundNetwork | None = None
         self.kernels: list[dict[str, Any]] = []
@@ -124,14 +124,23 @@ class _Bench:
 
     def step(self, what: dict[str, Any], before: int, logits_each: int, rows: int, with_ops: bool) -> dict[str, Any]:
         """One step whole, in parts and, if asked, by op, on a network of `rows` rows. Never raises for what a kernel does."""
-        if time.monotonic() > self.deadline:
-            return {**what, "error": "not run: the time given to the benchmark was spent"}
+        if reason := self._not_run():
+            return {**what, "error": reason}
         try:
             self.bind(rows)
             return self._told(self._step(what, before, logits_each, with_ops))
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return {**what, "error": "interrupted"}
         except Exception as error:  # a benchmark of many sizes outlives one that cannot be run
             self.say(f"{what}: {type(error).__name__}: {error}")
             return {**what, "error": f"{type(error).__name__}: {error}"}
+
+    def _not_run(self) -> str:
+        """Why nothing more is measured; empty where the benchmark goes on."""
+        if self.interrupted:
+            return "not run: the benchmark was interrupted"
+        return "not run: the time given to the benchmark was spent" if time.monotonic() > self.deadline else ""
 
     def measure_ceilings_again(self) -> None:
         """Keeps the higher of each ceiling, or the first ones where a step has left the device unusable."""
@@ -142,10 +151,12 @@ class _Bench:
 
     def gap(self, requests: int, steps: int) -> dict[str, Any]:
         """The engine's own loop at a request count; an entry with its error if it fails."""
-        if time.monotonic() > self.deadline:
-            return {"requests": requests, "error": "not run: the time given to the benchmark was spent"}
+        if reason := self._not_run():
+            return {"requests": requests, "error": reason}
         try:
             found = self._told(measure_gap(self.backend, self.index, self.model, requests, steps, self.phases))
+        except KeyboardInterrupt:
+            self.interrupted, found = True, {"requests": requests, "error": "interrupted"}
         except Exception as error:  # as in `step`
             found = {"requests": requests, "error": f"{type(error).__name__}: {error}"}
         self.say(f"engine loop: {found}")

@@ -116,14 +116,20 @@ def _loop_cells(gap: Mapping[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def phase_totals(result: Result) -> dict[str, float]:
+    """The benchmark's own seconds by phase, over all steps."""
+    spent: dict[str, float] = dict(result["phases"])
+    for part in (*result["steps"], *result["gaps"]):
+        for name, seconds in part.get("phases", {}).items():
+            spent[name] = spent.get(name, 0.0) + seconds
+    return spent
+
+
 def phases_table(results: Sequence[Result]) -> str:
-    """Where the benchmark's own time went, in seconds, over all steps."""
+    """Where the benchmark's own time went, in seconds."""
     rows = []
     for result in results:
-        spent: dict[str, float] = dict(result["phases"])
-        for part in (*result["steps"], *result["gaps"]):
-            for name, seconds in part.get("phases", {}).items():
-                spent[name] = spent.get(name, 0.0) + seconds
+        spent = phase_totals(result)
         told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in sorted(spent.items(), key=lambda one: -one[1]))
         rows.append((f"EP{result['ranks']}", f"{sum(spent.values()):.1f}", told))
     return markdown(("ranks", "seconds", "of which"), rows)

@@ -105,6 +105,9 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def print_slice(result: dict[str, Any]) -> None:
     """Tables for people: steps, the whole model with its terms, ops."""
+    from deepinfer.bench.phases import describe
+    from deepinfer.bench.slice_tables import phase_totals
+
     print(f"\nEP{result['ranks']}: {result['experts']} experts, layers {result['layers']} on {result['device']}")
     print(MEASURES)
     print_rich(_steps_table(result))
@@ -117,6 +120,7 @@ def print_slice(result: dict[str, Any]) -> None:
     for step in result["steps"]:
         if step.get("ops"):
             print_rich(_ops_table(step))
+    print(f"the benchmark's own time: {describe(phase_totals(result))}")
 
 
 def _steps_table(result: dict[str, Any]) -> Any:

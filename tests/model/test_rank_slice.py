@@ -23,6 +23,7 @@ from deepinfer.bench.slice_workload import Workload
 from deepinfer.bench.v41 import released_config
 from deepinfer.cli.main import main
 from deepinfer.errors import ConfigError
+from deepinfer.model import attention
 from deepinfer.model_config import ModelConfig
 from deepinfer.model_path import resolve_model
 
@@ -115,6 +116,22 @@ def test_the_token_after_the_context_has_a_place_in_the_history():
     assert int(step.positions.max()) < model.state.history.shape[1]
 
 
+def test_a_prefill_whose_index_scores_come_in_pieces_gives_the_same_logits(monkeypatch):
+    def logits(score_bytes):
+        monkeypatch.setattr(attention, "_SCORE_BYTES", score_bytes)
+        model = SliceModel(CpuBackend(), 0, make_slice(NANO, 6, 2), sequences=1, context=384)
+        step = rank_slice.StepBench(model, rank_slice.BoundNetwork(model, 300), 1, 300, before=0)
+        pieces = []
+        select = step.network.attention._select_rows
+        monkeypatch.setattr(step.network.attention, "_select_rows", lambda *given: (pieces.append(1), select(*given)))
+        assert step.meta.flat
+        step.whole()
+        return len(pieces), step.network.outputs.rows(1).logits.clone()
+
+    whole, in_pieces = logits(32 << 20), logits(64 << 10)
+    assert in_pieces[0] > 4 * whole[0] and whole[1].isfinite().all() and torch.equal(whole[1], in_pieces[1])
+
+
 class TestMeasuring:
     def test_decode_steps_are_captured_whole_and_in_parts(self, result):
         decode, verify, prefill = result["steps"]
@@ -193,6 +210,20 @@ def test_a_device_that_a_step_left_unusable_loses_no_result(monkeypatch):
 def test_steps_after_the_time_given_are_left_out_and_say_so():
     found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), (1,), 128, (64,), (1,), gap_steps=1, seconds=1e-6))
     assert {one["error"] for one in (*found["steps"], *found["gaps"])} == {"not run: the time given to the benchmark was spent"}
+
+
+def test_an_interrupt_loses_no_result(monkeypatch):
+    class Interrupted(rank_slice.StepBench):
+        def __init__(self, model, bound, requests, tokens, *rest):
+            if tokens > 1:
+                raise KeyboardInterrupt
+            super().__init__(model, bound, requests, tokens, *rest)
+
+    monkeypatch.setattr(rank_slice, "StepBench", Interrupted)
+    found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), Workload((1,), (1,), 128, (64,), (1,), gap_steps=1))
+    over = "not run: the benchmark was interrupted"
+    assert [step.get("error") for step in found["steps"]] == [None, "interrupted", over]
+    assert found["steps"][0]["finite"] and found["gaps"][0]["error"] == over
 
 
 class TestArithmetic:
