@@ -22,7 +22,7 @@ from deepinfer_hal.weights import WeightHandle
 
 MAX_DIMS = 5
 
-STRING_CODES: Mapping[str, int] = {"fp8_32": 1, "fp4_16": 2, "mxfp4_32": 3, "f32": 4, "coupled": 1, "rejection": 2}
+STRING_CODES: Mapping[str, int] = {"fp8_32": 1, "fp4_16": 2, "mxfp4_32": 3, "f32": 4, "bf16": 5, "coupled": 1, "rejection": 2}
 """di_format and di_rule: what a string argument becomes."""
 
 _DTYPES = {

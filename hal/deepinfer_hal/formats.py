@@ -9,6 +9,7 @@ and scales are uint8 tensors.
 | `fp4_16`    | D/2 bytes of two e2m1   | D/16 e4m3               | D/2 + D/16    |
 | `mxfp4_32`  | D/2 bytes of two e2m1   | D/32 ue8m0              | D/2 + D/32    |
 | `f32`       | D float32 (tests)       | none                    | 4 D           |
+| `bf16`      | D bfloat16              | none                    | 2 D           |
 
 Two e2m1 codes share a byte: the even index is the low nibble. A row with NaN or infinity gets a NaN scale (ue8m0 255 or
 e4m3 0x7F) for the group that holds it, so it reads back as NaN and never as a plausible number.
@@ -76,8 +77,8 @@ def _constant(value: float, device: torch.device) -> torch.Tensor:
 
 def row_bytes(fmt: str, width: int) -> int:
     """Bytes of one stored row of `width` values, scales included. BadCall for a width the groups do not divide."""
-    if fmt == "f32":
-        return 4 * width
+    if fmt in ("f32", "bf16"):
+        return (4 if fmt == "f32" else 2) * width
     group = _check_format(fmt, width)
     return (width if fmt == "fp8_32" else width // 2) + width // group
 
@@ -255,7 +256,7 @@ def _spread_blocks(scales: torch.Tensor, rows: int, columns: int) -> torch.Tenso
 def _check_format(fmt: str, width: int) -> int:
     group = GROUP_SIZE.get(fmt)
     if group is None:
-        raise BadCall(f"unknown row format {fmt!r}; known: {', '.join(GROUP_SIZE)} (and f32 for row_bytes)")
+        raise BadCall(f"unknown row format {fmt!r}; known: {', '.join(GROUP_SIZE)} (and f32 and bf16 for row_bytes)")
     if width == 0 or width % group:
         raise BadCall(f"{fmt} needs a row width that is a positive multiple of {group}, got {width}")
     return group

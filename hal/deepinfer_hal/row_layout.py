@@ -4,10 +4,10 @@ A cache is a uint8 view [B, >= block_bytes]; its first stride may be larger than
 block_rows of block s // block_rows. A window store is a cache whose blocks hold one row: [N, row_bytes], block_rows 0
 (or 1).
 
-- `fp8_32`, `fp4_16`, `f32` are token-interleaved: row r starts at r * row_bytes, its codes first, then its scales.
+- `fp8_32`, `fp4_16`, `f32`, `bf16` are token-interleaved: row r starts at r * row_bytes, its codes first, then its scales.
 - `mxfp4_32` is block-sectioned: the codes of all rows of the block, then the scales of all rows.
 
-`f32` rows are little-endian float32 and have no scales.
+`f32` and `bf16` rows are little-endian floats and have no scales: what load_kv decodes into a dense tensor is a store of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from deepinfer_hal import formats
 from deepinfer_hal.errors import BadCall
 
-ROW_FORMATS = ("fp8_32", "fp4_16", "mxfp4_32", "f32")
+ROW_FORMATS = ("fp8_32", "fp4_16", "mxfp4_32", "f32", "bf16")
+DENSE = {"f32": torch.float32, "bf16": torch.bfloat16}
+"""Row formats that hold a row's values as they are, and the type of these."""
 SECTIONED = ("mxfp4_32",)
 
 
@@ -28,12 +30,12 @@ def code_bytes(format: str, width: int) -> int:
     group = formats.GROUP_SIZE.get(format, 1)
     if width <= 0 or width % group:
         raise BadCall(f"row format {format} needs a width that is a positive multiple of {group}, got {width}")
-    return {"f32": 4 * width, "fp8_32": width}.get(format, width // 2)
+    return {"f32": 4 * width, "bf16": 2 * width, "fp8_32": width}.get(format, width // 2)
 
 
 def scale_bytes(format: str, width: int) -> int:
-    """Bytes of one row's scales; 0 for `f32`."""
-    return 0 if format == "f32" else width // formats.GROUP_SIZE[format]
+    """Bytes of one row's scales; 0 for a dense format."""
+    return 0 if format in DENSE else width // formats.GROUP_SIZE[format]
 
 
 def block_bytes(format: str, width: int, rows: int) -> int:
@@ -89,8 +91,8 @@ def read_rows(cache: torch.Tensor, slots: torch.Tensor, format: str, width: int,
 
 def decode_rows(codes: torch.Tensor, scales: torch.Tensor, format: str) -> torch.Tensor:
     """float32 [n, width] from one row's codes and scales each."""
-    if format == "f32":
-        return codes.contiguous().view(torch.float32)
+    if format in DENSE:
+        return codes.contiguous().view(DENSE[format]).float()
     if codes.shape[0] == 0:
         width = codes.shape[1] if format == "fp8_32" else 2 * codes.shape[1]
         return torch.zeros(0, width, dtype=torch.float32, device=codes.device)
@@ -100,10 +102,10 @@ def decode_rows(codes: torch.Tensor, scales: torch.Tensor, format: str) -> torch
 def encode_rows(values: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scales) as uint8 of the rows of `values` [n, width]."""
     n, width = values.shape
-    if n == 0 or format == "f32":
+    if n == 0 or format in DENSE:
         codes = torch.zeros(n, code_bytes(format, width), dtype=torch.uint8, device=values.device)
         if n:
-            codes = values.float().contiguous().view(torch.uint8)
+            codes = values.to(DENSE[format]).contiguous().view(torch.uint8)
         return codes, torch.zeros(n, scale_bytes(format, width), dtype=torch.uint8, device=values.device)
     return formats.quantise(values, format)
 
@@ -120,5 +122,5 @@ def write_rows(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, f
     block, row = slots // rows, slots % rows
     code_view, scale_view = sections(cache, format, values.shape[1], block_rows)
     code_view[block, row] = codes
-    if format != "f32":
+    if format not in DENSE:
         scale_view[block, row] = scales

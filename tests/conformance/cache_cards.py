@@ -43,3 +43,15 @@ def is_poison(x: torch.Tensor) -> bool:
 
 def _poison(x: torch.Tensor) -> int:
     return 0xAA if x.dtype == torch.uint8 else -0x55555556
+
+
+DENSE_ROWS = [
+    (get_card(op), Case(op, dict(D=512, **params)))
+    for op, params in (
+        ("load_kv", dict(rows=20, format="bf16", block_rows=4, dtype="f32", skip=3, gap=32)),
+        ("store_window_kv", dict(rows=3, format="bf16", dtype="f32")),
+        ("write_kv", dict(rows=5, dtype="f32", rope=64, format="bf16", block_rows=4, latent=True, padding=64, count=4, skip=3)),
+        ("draft_attention", dict(anchors="20,3", block=5, heads=4, dtype="bf16", format="bf16", storage="ring")),
+    )
+]
+"""Stores of BF16 rows, which no case of these cards has."""

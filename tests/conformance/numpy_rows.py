@@ -10,8 +10,8 @@ def row_section(cache, slot: int, format: str, width: int, block_rows: int) -> t
     """(code bytes, scale bytes) of one row, as copies."""
     rows = max(block_rows, 1)
     block, r = cache.numpy()[slot // rows], slot % rows
-    codes = {"fp8_32": width, "fp4_16": width // 2, "mxfp4_32": width // 2, "f32": 4 * width}[format]
-    scales = {"fp8_32": width // 32, "fp4_16": width // 16, "mxfp4_32": width // 32, "f32": 0}[format]
+    codes = {"fp8_32": width, "fp4_16": width // 2, "mxfp4_32": width // 2, "f32": 4 * width, "bf16": 2 * width}[format]
+    scales = {"fp8_32": width // 32, "fp4_16": width // 16, "mxfp4_32": width // 32, "f32": 0, "bf16": 0}[format]
     if format == "mxfp4_32":
         start = rows * codes + r * scales
         return block[r * codes : (r + 1) * codes].copy(), block[start : start + scales].copy()
@@ -24,6 +24,8 @@ def decode_row(cache, slot: int, format: str, width: int, block_rows: int) -> np
     codes, scales = row_section(cache, slot, format, width, block_rows)
     if format == "f32":
         return codes.view("<f4").astype(np.float64)
+    if format == "bf16":
+        return codes.view(ml_dtypes.bfloat16).astype(np.float64)
     if format == "fp8_32":
         values, group = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64), 32
     else:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cache_cards import assert_within, count_rows, is_poison, make, run
-from deepinfer_hal import formats
+from deepinfer_hal import formats, row_layout
 from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.checks import check_call
 from deepinfer_hal.errors import BadCall
@@ -362,6 +362,35 @@ def test_sparse_attention_gives_equal_bits_from_a_ring_and_from_flat_rows(reques
     flat["window_modulo"] = torch.tensor([len(positions)], dtype=torch.int32)
     sparse_attention(**flat)
     assert torch.equal(flat["out"], args["out"])
+
+
+def decoded(cache, format, width, block_rows):
+    """A store of format bf16 with the rows of `cache`, by load_kv."""
+    slots = torch.arange(cache.shape[0] * max(block_rows, 1), dtype=torch.int32)
+    rows = torch.empty(len(slots), width, dtype=torch.bfloat16)
+    get_card("load_kv").reference(cache, slots, format, block_rows, rows)
+    return rows.view(torch.uint8).view(cache.shape[0], -1)
+
+
+@pytest.mark.parametrize("storage", ["ring", "flat"])
+def test_sparse_attention_gives_equal_bits_from_rows_that_load_kv_decoded(storage):
+    args = run(Case("sparse_attention", dict(requests="140+3,5+2", **{**NANO, "storage": storage})))
+    width, flat = args["q"].shape[2], {**args, "out": torch.full_like(args["out"], float("nan"))}
+    flat["window"], flat["window_format"] = decoded(args["window"], args["window_format"], width, 0), "bf16"
+    flat["compressed"] = decoded(args["compressed"], args["compressed_format"], width, args["block_rows"])
+    flat["compressed_format"] = "bf16"
+    check_call(get_card("sparse_attention"), flat)
+    sparse_attention(**flat)
+    assert torch.equal(flat["out"], args["out"])
+
+
+def test_rows_of_bf16_are_rounded_once_to_nearest_even_and_have_no_scales():
+    values = torch.tensor([[1.0, 1 + 2**-8, 1 + 3 * 2**-8, -(2.0**-133)] * 8])
+    cache = torch.full((2, 2 * 64 + 6), 0x11, dtype=torch.uint8)
+    row_layout.write_rows(cache, torch.tensor([3]), values, "bf16", 2)
+    assert torch.equal(row_layout.read_rows(cache, torch.tensor([3]), "bf16", 32, 2), values.bfloat16().float())
+    assert row_layout.block_bytes("bf16", 32, 2) == 128 and row_layout.scale_bytes("bf16", 32) == 0
+    assert bool((cache[0] == 0x11).all() and (cache[1, :64] == 0x11).all() and (cache[1, 128:] == 0x11).all())
 
 
 def test_sparse_attention_sees_exactly_128_window_positions():

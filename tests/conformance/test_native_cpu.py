@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cache_cards import DENSE_ROWS
 from deepinfer_cpu import kernels
 from deepinfer_cpu.weights import PanelWeight, TableWeight, prepare_weight, prepared_nbytes
 from deepinfer_hal import formats
@@ -38,7 +39,7 @@ def restore_settings():
 # ------------------------------------------------------------------------------------------------ by the cards
 
 
-@pytest.mark.parametrize(("card", "case"), cases_of(*OPS), ids=case_id)
+@pytest.mark.parametrize(("card", "case"), cases_of(*OPS) + DENSE_ROWS, ids=case_id)
 def test_kernel_agrees_with_its_card(card, case):
     run_case(card, case, native(card.name), prepare=prepare_weight)
 

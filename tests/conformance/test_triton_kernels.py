@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from cache_cards import DENSE_ROWS
 from deepinfer_hal import formats
 from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.errors import BadCall
@@ -58,7 +59,7 @@ def is_large(case: Case) -> bool:
     )
 
 
-SMALL, LARGE = ([pair for pair in cases_of(*KERNELS) if is_large(pair[1]) == large] for large in (False, True))
+SMALL, LARGE = ([pair for pair in cases_of(*KERNELS) + DENSE_ROWS if is_large(pair[1]) == large] for large in (False, True))
 
 
 @pytest.mark.parametrize(("card", "case"), SMALL, ids=case_id)

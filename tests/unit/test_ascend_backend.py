@@ -49,6 +49,8 @@ def test_without_npu_and_twin_the_error_names_both(monkeypatch):
 
 def test_a_double_is_refused_with_the_reason():
     assert support.answer(CallSpec("linear", {"x": "bf16"})) == Yes()
+    refused = support.answer(CallSpec("sparse_attention", {"q": "bf16", "window_format": "fp8_32", "compressed_format": "bf16"}))
+    assert isinstance(refused, No) and "compressed_format" in refused.reason
     assert support.answer(CallSpec("linear", {"x": "f64"})) == No("x is float64, which the vector unit does not have")
 
 

@@ -91,28 +91,8 @@ DI_INLINE void set_item(void* row, int dtype, int64_t i, float x) {
     static_cast<float*>(row)[i] = x;
 }
 
-// Rows between memory (bf16 or float32) and float32 working rows; `x` has room for a multiple of 16.
-DI_INLINE void read_row(const void* row, int dtype, int64_t width, float* x) {
-  if (dtype == DI_F32) {
-    memcpy(x, row, (size_t)width * 4);
-    return;
-  }
-  const uint16_t* h = static_cast<const uint16_t*>(row);
-  int64_t i = 0;
-  for (; i + 16 <= width; i += 16) store(x + i, load_bf16(h + i));
-  for (; i < width; ++i) x[i] = bf16_value(h[i]);
-}
-DI_INLINE void write_row(void* row, int dtype, int64_t width, const float* x) {
-  if (dtype == DI_F32) {
-    memcpy(row, x, (size_t)width * 4);
-    return;
-  }
-  uint16_t* h = static_cast<uint16_t*>(row);
-  int64_t i = 0;
-  for (; i + 16 <= width; i += 16) store_bf16(h + i, load(x + i));
-  for (; i < width; ++i) h[i] = to_bf16(x[i]);
-}
-DI_INLINE void round_row(int dtype, int64_t width, float* x) {  // what write_row then read_row would give
+// What write_row then read_row would give.
+DI_INLINE void round_row(int dtype, int64_t width, float* x) {
   if (dtype != DI_BF16) return;
   int64_t i = 0;
   for (; i + 16 <= width; i += 16) store(x + i, round_bf16(load(x + i)));

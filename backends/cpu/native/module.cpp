@@ -44,7 +44,7 @@ struct Code {
   int64_t value;
 };
 const Code kCodes[] = {{"fp8_32", DI_FP8_32}, {"fp4_16", DI_FP4_16},   {"mxfp4_32", DI_MXFP4_32},
-                       {"f32", DI_ROW_F32},   {"coupled", DI_COUPLED}, {"rejection", DI_REJECTION}};
+                       {"f32", DI_ROW_F32},   {"bf16", DI_ROW_BF16}, {"coupled", DI_COUPLED}, {"rejection", DI_REJECTION}};
 PyObject* code_names[sizeof kCodes / sizeof kCodes[0]];
 
 bool read_code(PyObject* text, int64_t* value) {

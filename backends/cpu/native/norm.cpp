@@ -62,7 +62,7 @@ int rope(DI_ARGS) {
 
 // Codes and scales of `width` values in `format`; `other` holds the dense rows.
 static bool are_format_rows(const di_tensor& codes, const di_tensor& scales, int format, int64_t rows, int64_t width) {
-  const int64_t values = format == DI_ROW_F32 ? -1 : format_value_bytes(format, width);
+  const int64_t values = is_dense_format(format) ? -1 : format_value_bytes(format, width);
   return values > 0 && codes.dtype == DI_U8 && scales.dtype == DI_U8 && is_matrix(codes, rows, values) &&
          is_matrix(scales, rows, format_scale_bytes(format, width));
 }

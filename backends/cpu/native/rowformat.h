@@ -10,14 +10,40 @@ constexpr int32_t kInfBits = 0x7F800000;
 
 DI_INLINE int format_group(int format) { return format == DI_FP4_16 ? 16 : 32; }
 
+// Rows between memory (bf16 or float32) and float32 working rows; `x` has room for a multiple of 16.
+DI_INLINE void read_row(const void* row, int dtype, int64_t width, float* x) {
+  if (dtype == DI_F32) {
+    memcpy(x, row, (size_t)width * 4);
+    return;
+  }
+  const uint16_t* h = static_cast<const uint16_t*>(row);
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) store(x + i, load_bf16(h + i));
+  for (; i < width; ++i) x[i] = bf16_value(h[i]);
+}
+DI_INLINE void write_row(void* row, int dtype, int64_t width, const float* x) {
+  if (dtype == DI_F32) {
+    memcpy(row, x, (size_t)width * 4);
+    return;
+  }
+  uint16_t* h = static_cast<uint16_t*>(row);
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) store_bf16(h + i, load(x + i));
+  for (; i < width; ++i) h[i] = to_bf16(x[i]);
+}
+
+// Formats that keep a row's values as they are, and the type of these.
+DI_INLINE bool is_dense_format(int format) { return format == DI_ROW_F32 || format == DI_ROW_BF16; }
+DI_INLINE int dense_type(int format) { return format == DI_ROW_F32 ? DI_F32 : DI_BF16; }
+
 // Bytes of the values and of the scales of one row of `width`; -1 for a format or width that cannot be.
 DI_INLINE int64_t format_value_bytes(int format, int64_t width) {
-  if (format == DI_ROW_F32) return 4 * width;
+  if (is_dense_format(format)) return (format == DI_ROW_F32 ? 4 : 2) * width;
   if (format < DI_FP8_32 || format > DI_MXFP4_32 || width <= 0 || width % format_group(format)) return -1;
   return format == DI_FP8_32 ? width : width / 2;
 }
 DI_INLINE int64_t format_scale_bytes(int format, int64_t width) {
-  return format == DI_ROW_F32 ? 0 : width / format_group(format);
+  return is_dense_format(format) ? 0 : width / format_group(format);
 }
 
 DI_INLINE float e8m0_value(uint8_t code) {
@@ -129,10 +155,10 @@ DI_INLINE bool quantise_group(const float* x, int format, uint8_t* codes, uint8_
   return false;
 }
 
-// One row; `codes` and `scales` as in the format's token-interleaved form, or the raw float32 bytes. True: not finite.
+// One row; `codes` and `scales` as in the format's token-interleaved form, or the values as they are. True: not finite.
 DI_INLINE bool quantise_row(const float* x, int64_t width, int format, uint8_t* codes, uint8_t* scales) {
-  if (format == DI_ROW_F32) {
-    memcpy(codes, x, (size_t)width * 4);
+  if (is_dense_format(format)) {
+    write_row(codes, dense_type(format), width, x);
     vi top = splat_i(0);
     int64_t i = 0;
     for (; i + 16 <= width; i += 16) top = max(top, bits_of(load(x + i)) & splat_i(0x7FFFFFFF));
@@ -148,8 +174,8 @@ DI_INLINE bool quantise_row(const float* x, int64_t width, int format, uint8_t* 
 }
 
 DI_INLINE void dequantise_row(const uint8_t* codes, const uint8_t* scales, int64_t width, int format, float* x) {
-  if (format == DI_ROW_F32) {
-    memcpy(x, codes, (size_t)width * 4);
+  if (is_dense_format(format)) {
+    read_row(codes, dense_type(format), width, x);
   } else if (format == DI_FP8_32) {
     for (int64_t g = 0; g < width / 32; ++g) {
       vf s = splat(e8m0_value(scales[g]));

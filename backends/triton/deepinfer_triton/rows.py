@@ -15,6 +15,7 @@ from deepinfer_triton.numeric import (
     decode_e2m1,
     decode_e4m3,
     decode_scale,
+    narrow,
     pack,
     quantise_groups,
     scale_groups,
@@ -75,21 +76,23 @@ def load_row_tile(
     cache, codes_at, scales_at, valid, ROWS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr
 ):
     """float32 [ROWS, TILE] of the rows of D values at byte offsets int64 [ROWS]; zeros past D and where not valid."""
+    column = tl.arange(0, TILE)
     if FORMAT == "f32":
-        column = tl.arange(0, TILE)
         at = (cache + codes_at[:, None] + 4 * column[None, :]).to(tl.pointer_type(tl.float32))
         values = tl.load(at, mask=valid[:, None] & (column < D)[None, :], other=0.0)
+    elif FORMAT == "bf16":
+        at = (cache + codes_at[:, None] + 2 * column[None, :]).to(tl.pointer_type(tl.bfloat16))
+        values = tl.load(at, mask=valid[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
     else:
         SHARED: tl.constexpr = 16 if FORMAT == "fp4_16" else 32
         if FORMAT == "fp8_32":
-            column = tl.arange(0, TILE)
             inside = valid[:, None] & (column < D)[None, :]
             codes = tl.load(cache + codes_at[:, None] + column[None, :], mask=inside, other=0)
             values = decode_e4m3(codes)
         else:
-            column = tl.arange(0, TILE // 2)
-            inside = valid[:, None] & (column < D // 2)[None, :]
-            packed = tl.load(cache + codes_at[:, None] + column[None, :], mask=inside, other=0)
+            pair = tl.arange(0, TILE // 2)
+            inside = valid[:, None] & (pair < D // 2)[None, :]
+            packed = tl.load(cache + codes_at[:, None] + pair[None, :], mask=inside, other=0)
             values = decode_e2m1(unpack(packed, ROWS, TILE))
         group = tl.arange(0, TILE // SHARED)
         inside = valid[:, None] & (group < D // SHARED)[None, :]
@@ -101,10 +104,13 @@ def load_row_tile(
 @triton.jit
 def store_row(cache, codes_at, scales_at, x, D: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr):
     """Quantises one row of D values, float32 [TILE], into the row at scalar byte offsets."""
+    column = tl.arange(0, TILE)
     if FORMAT == "f32":
-        column = tl.arange(0, TILE)
         at = (cache + codes_at + 4 * column).to(tl.pointer_type(tl.float32))
         tl.store(at, x, mask=column < D)
+    elif FORMAT == "bf16":
+        at = (cache + codes_at + 2 * column).to(tl.pointer_type(tl.bfloat16))
+        tl.store(at, narrow(x, tl.bfloat16), mask=column < D)
     else:
         SHARED: tl.constexpr = 16 if FORMAT == "fp4_16" else 32
         GROUPS: tl.constexpr = TILE // SHARED

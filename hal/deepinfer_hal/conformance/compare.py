@@ -185,7 +185,7 @@ def _compare_stored(problem: Problem, name: str, stored: Any) -> None:
     format, want, have = stored
     if want[0].numel() == 0:
         return
-    if format == "f32":
+    if format in row_layout.DENSE:
         expected, got = ({name: row_layout.decode_rows(*pair, format)} for pair in (want, have))
         args = {**problem.pristine, name: expected[name]}
         _compare_floats(problem, name, args, got, torch.ones(expected[name].shape, dtype=torch.bool))

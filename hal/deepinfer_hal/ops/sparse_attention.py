@@ -4,7 +4,8 @@ Keys of row t (request r, position p), in this order: window positions max(0, or
 window row base_r + (s - origin_r) % modulo_r; then compressed rows rows[t] ascending up to the first -1. K = V, a =
 scale * q . k, weights exp(a) / (sum exp(a) + exp(sink_h)); no key gives 0 (V4.1 attention, section 2.4 of the model
 notes). One numeric definition for prefill, decode and verify: pieces of 64 keys of the row's own list, merged left to
-right.
+right. Rows that load_kv decoded into a BF16 tensor are stores of format bf16 (its bytes as window, or as blocks) and give
+what the rows they came from give.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ def enumerate_cases():
     exact = {**nano, "window": "f32", "compressed": "f32", "dtype": "f32"}
     yield Case("sparse_attention", dict(requests="140+3,5+2", **exact))
     yield Case("sparse_attention", dict(requests="700+2,130+1", **{**nano, "heads": 64, "k": 512}))
+    decoded = {**nano, "window": "bf16", "compressed": "bf16", "storage": "flat"}
+    yield Case("sparse_attention", dict(requests="140+3,5+2", **decoded, count=4))
+    yield Case("sparse_attention", dict(requests="700+2,130+1", **{**decoded, "heads": 64, "k": 512}))
 
 
 def generate(case, seed, device, prepare) -> dict:

@@ -46,7 +46,7 @@ typedef enum di_layout {
 } di_layout;
 
 /* Quantised row formats, in the order of deepinfer_hal.formats. */
-typedef enum di_format { DI_FP8_32 = 1, DI_FP4_16 = 2, DI_MXFP4_32 = 3, DI_ROW_F32 = 4 } di_format;
+typedef enum di_format { DI_FP8_32 = 1, DI_FP4_16 = 2, DI_MXFP4_32 = 3, DI_ROW_F32 = 4, DI_ROW_BF16 = 5 } di_format;
 
 /* Verification rules of verify_drafts. */
 typedef enum di_rule { DI_COUPLED = 1, DI_REJECTION = 2 } di_rule;

@@ -26,6 +26,8 @@ def load_part(
     """float32 [KEYS, PART]: columns from `start` on, a multiple of PART, of the rows at the offsets; zeros past D."""
     if FORMAT == "f32":
         return load_row_tile(cache, codes_at + 4 * start, scales_at, there, KEYS, D, PART, FORMAT)
+    elif FORMAT == "bf16":
+        return load_row_tile(cache, codes_at + 2 * start, scales_at, there, KEYS, D, PART, FORMAT)
     elif FORMAT == "fp8_32":
         return load_row_tile(cache, codes_at + start, scales_at + start // 32, there, KEYS, D, PART, FORMAT)
     else:

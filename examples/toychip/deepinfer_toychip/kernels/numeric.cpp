@@ -91,20 +91,27 @@ uint16_t to_bf16(float value) {
 int group_size(int64_t format) {
   if (format == DI_FP8_32 || format == DI_MXFP4_32) return 32;
   if (format == DI_FP4_16) return 16;
-  if (format == DI_ROW_F32) return 1;
+  if (format == DI_ROW_F32 || format == DI_ROW_BF16) return 1;
   throw BadCall("row format " + std::to_string(format) + " is unknown");
 }
 
 int64_t code_bytes(int64_t format, int64_t width) {
   if (width <= 0 || width % group_size(format)) throw BadCall("a row of " + std::to_string(width) + " values does not fit the format");
-  return format == DI_ROW_F32 ? 4 * width : format == DI_FP8_32 ? width : width / 2;
+  return format == DI_ROW_F32 ? 4 * width : format == DI_ROW_BF16 ? 2 * width : format == DI_FP8_32 ? width : width / 2;
 }
 
-int64_t scale_bytes(int64_t format, int64_t width) { return format == DI_ROW_F32 ? 0 : width / group_size(format); }
+int64_t scale_bytes(int64_t format, int64_t width) { return group_size(format) == 1 ? 0 : width / group_size(format); }
 
 void quantise(const float* values, int64_t width, int64_t format, uint8_t* codes, uint8_t* scales) {
   if (format == DI_ROW_F32) {
     std::memcpy(codes, values, size_t(4 * width));
+    return;
+  }
+  if (format == DI_ROW_BF16) {
+    for (int64_t i = 0; i < width; ++i) {
+      const uint16_t bits = to_bf16(values[i]);
+      std::memcpy(codes + 2 * i, &bits, 2);
+    }
     return;
   }
   int group = group_size(format);
@@ -125,6 +132,14 @@ void quantise(const float* values, int64_t width, int64_t format, uint8_t* codes
 void dequantise(const uint8_t* codes, const uint8_t* scales, int64_t width, int64_t format, float* values) {
   if (format == DI_ROW_F32) {
     std::memcpy(values, codes, size_t(4 * width));
+    return;
+  }
+  if (format == DI_ROW_BF16) {
+    for (int64_t i = 0; i < width; ++i) {
+      uint16_t bits;
+      std::memcpy(&bits, codes + 2 * i, 2);
+      values[i] = from_bf16(bits);
+    }
     return;
   }
   int group = group_size(format);
