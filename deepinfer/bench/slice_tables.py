@@ -110,15 +110,18 @@ def _loop_cells(gap: Mapping[str, Any]) -> tuple[str, ...]:
     def cell(value: float | None, scale: float, digits: int) -> str:
         return "" if value is None else f"{scale * value:.{digits}f}"
 
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:.2f} %"
+
     return (
-        cell(gap["step_seconds"], 1e3, 3), cell(gap["between_seconds"], 1e6, 1), cell(gap["between_share"], 100, 2) + " %",
-        cell(gap["gap_seconds"], 1e6, 1), cell(gap["idle_share"], 100, 2) + " %",
+        cell(gap["step_seconds"], 1e3, 3), cell(gap.get("between_seconds"), 1e6, 1), share(gap.get("between_share")),
+        cell(gap["gap_seconds"], 1e6, 1), share(gap["idle_share"]),
     )  # fmt: skip
 
 
 def phase_totals(result: Result) -> dict[str, float]:
     """The benchmark's own seconds by phase, over all steps."""
-    spent: dict[str, float] = dict(result["phases"])
+    spent: dict[str, float] = dict(result.get("phases", {}))
     for part in (*result["steps"], *result["gaps"]):
         for name, seconds in part.get("phases", {}).items():
             spent[name] = spent.get(name, 0.0) + seconds
