@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def last_level_cache_bytes(device: torch.device, told: int = 0) -> int:
     return max(sizes) or ASSUMED_CACHE_BYTES
 
 
+@functools.cache
 def drawing_seconds() -> dict[bool, float]:
     """Seconds that an element of a case takes to draw, store, lay out and expand again on this host, at its best; by whether it
     is quantised on the way."""
@@ -52,15 +54,16 @@ def drawing_seconds() -> dict[bool, float]:
     def coded(drawn: torch.Tensor) -> None:
         formats.dequantise_weight_fp8(*formats.quantise_weight_fp8(drawn))
 
-    def least(work: Callable[[torch.Tensor], Any]) -> float:
+    def least(rows: int, samples: int, work: Callable[[torch.Tensor], Any]) -> float:
         times = []
-        for _ in range(15):
+        for _ in range(samples):
             start = time.perf_counter()
-            work(torch.randn(128, 1024))
+            work(torch.randn(rows, 1024))
             times.append(time.perf_counter() - start)
-        return 2 * min(times) / (128 * 1024)
+        return 2 * min(times) / (rows * 1024)
 
-    return {True: least(coded), False: least(lambda drawn: drawn.bfloat16().float())}
+    # quantising outweighs memory; without it what is drawn must be too large for a cache and for memory that is kept
+    return {True: least(128, 15, coded), False: least(1 << 13, 2, lambda drawn: drawn.bfloat16().float())}
 
 
 def resolved(budget: Budget, backend: Backend, index: int) -> Budget:
