@@ -7,12 +7,17 @@ nothing hangs. Kernels over peer memory replace the transfers of the MoE where a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
+from deepinfer_hal.event_time import NotDone
 from deepinfer_hal.reference_communicator import ReferenceCommunicator
+
+LOOK_SECONDS = 0.05
+"""So often a rank that waits for a transfer asks whether the others still live."""
 
 
 class DeviceCommunicator(ReferenceCommunicator):
@@ -27,7 +32,15 @@ class DeviceCommunicator(ReferenceCommunicator):
         return device
 
     def _move(self, start: Callable[[], Any]) -> None:
-        """The vendor's own wait orders streams and returns; the deadline is kept by polling the stream."""
+        """The vendor's own wait orders streams and returns; the deadline is kept by polling the stream, and ends early when a
+        rank that dies can no longer take its part."""
         with self._transfer():
             start().wait()
-            self.runtime.wait_bounded(self._carrier.index or 0, self.deadline_s)
+            deadline = time.monotonic() + self.deadline_s
+            while (left := deadline - time.monotonic()) > 0:
+                try:
+                    return self.runtime.wait_bounded(self._carrier.index or 0, min(left, LOOK_SECONDS))
+                except NotDone as late:
+                    if any(self._hearts.gone(rank) for rank in range(self.world_size) if rank != self.rank):
+                        raise late from None
+            raise NotDone(f"the transfer was not over after {self.deadline_s:g} s")

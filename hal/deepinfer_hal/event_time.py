@@ -10,6 +10,10 @@ AWAKE_SECONDS = 2e-4
 """So long a wait looks without a pause: even a short sleep takes longer than most of what is waited for."""
 
 
+class NotDone(RuntimeError):
+    """A device was not done within the time given to it; it may be yet."""
+
+
 def event_clock(mark: Callable[[], Any]) -> Callable[[], float]:
     """Clock in seconds by a device's own events, from when the clock was made; reading it waits for the device.
 
@@ -30,13 +34,13 @@ def event_clock(mark: Callable[[], Any]) -> Callable[[], float]:
 
 
 def wait_bounded(done: Any, seconds: float, device: str) -> None:
-    """Waits until the recorded event `done` has happened, polling, so that a dead device or rank is noticed. RuntimeError
-    that names `device` after `seconds`."""
+    """Waits until the recorded event `done` has happened, polling, so that a dead device or rank is noticed. NotDone, which
+    names `device`, after `seconds`."""
     start, pause = time.monotonic(), 1e-5
     while not done.query():
         waited = time.monotonic() - start
         if waited > seconds:
-            raise RuntimeError(f"{device} was not done after {seconds:g} s")
+            raise NotDone(f"{device} was not done after {seconds:g} s")
         if waited > AWAKE_SECONDS:
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)

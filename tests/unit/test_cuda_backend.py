@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from deepinfer_cuda import error_words, gpu, kernels, native, native_library, nccl, peer_memory, runtime
 from deepinfer_cuda.backend import CudaBackend
+from deepinfer_hal import event_time
 from deepinfer_hal.communicator import World
 from deepinfer_hal.conformance.communication import communication_cases
 from deepinfer_hal.conformance.device_cases import device_cases
-from deepinfer_hal.errors import BackendUnavailable, BadCall, CommunicatorError, Unsupported
+from deepinfer_hal.errors import BackendUnavailable, BadCall, CommunicatorError, CommunicatorTimeout, Unsupported
 from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.reference_communicator import ReferenceCommunicator
 from deepinfer_hal.registry import backend_names, list_backends
@@ -238,6 +240,25 @@ def test_a_broken_world_aborts_its_transfers_and_leaves_its_windows_to_nobody(ca
     assert ended == [("left", (1,)), "aborted", "unmapped"] and "rank 1 was missed" in broken.windows
     with pytest.raises(CommunicatorError, match="this communicator of rank 0 is broken since rank 1 was missed"):
         windows_of(broken, torch.device("cpu"), "ep_combine(bf16[_, 32])")
+
+
+def test_a_rank_that_dies_in_a_transfer_is_named_before_the_deadline():
+    def never(index, seconds):
+        time.sleep(seconds)
+        raise event_time.NotDone(f"GPU {index} was not done after {seconds} s")
+
+    comm, left = NcclOnHost.__new__(NcclOnHost), []
+    comm._broken, comm._call, comm._calls, comm._carrier, comm._group = "", "all_gather", 1, torch.device("cpu"), None
+    comm.world, comm.runtime = World(0, 2, deadline_s=30.0), SimpleNamespace(wait_bounded=never)
+    comm._store = SimpleNamespace(delete_key=lambda key: None)
+    comm._hearts = SimpleNamespace(
+        gone=lambda rank: "is dead" if time.monotonic() - started > 0.2 else None, lost=lambda rank: (),
+        stop=lambda why, lost: left.append(lost),
+    )  # fmt: skip
+    started = time.monotonic()
+    with pytest.raises(CommunicatorTimeout, match="rank 1 is dead") as caught:
+        comm._move(lambda: SimpleNamespace(wait=lambda: None))
+    assert caught.value.ranks == (1,) and left == [(1,)] and time.monotonic() - started < 5
 
 
 def test_ranks_without_windows_are_told_why():

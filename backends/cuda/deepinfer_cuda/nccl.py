@@ -27,6 +27,9 @@ WINDOW_BYTES = 256 << 20
 DEVICE_SLACK_S = 60.0
 """What may be queued before a meeting, whose kernel keeps the deadline by itself."""
 
+END_SECONDS = 0.2
+"""What is left on the GPU when a world ends is over within this, or is not waited for."""
+
 
 class NcclCommunicator(DeviceCommunicator):
     """NCCL wants a GPU for every rank. windows: what ep_dispatch and ep_combine go through, or why there are none."""
@@ -69,16 +72,16 @@ class NcclCommunicator(DeviceCommunicator):
         return self._status.tolist()
 
     def _break(self, message: str, lost: tuple[int, ...] = ()) -> None:
-        """A transfer that others have left spins on the GPU until the group is aborted."""
+        """A transfer that others have left spins on the GPU until the group is aborted. Windows stay mapped while kernels run."""
         super()._break(message, lost)
         group, self._group = self._group, None
         if group is not None:
             group.abort()
         if isinstance(self.windows, Windows):
-            with contextlib.suppress(RuntimeError):
-                runtime.wait_bounded(self._carrier.index or 0, self.deadline_s)
             self.windows = f"the communicator is broken since {message}"
-            self._memory.close()
+            with contextlib.suppress(RuntimeError):
+                runtime.wait_bounded(self._carrier.index or 0, END_SECONDS)
+                self._memory.close()
 
     def close(self) -> None:
         whole = not self._broken

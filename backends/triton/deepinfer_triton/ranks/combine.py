@@ -12,6 +12,7 @@ from deepinfer_hal.ops._communication import spell
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.overlap import overlap
 from deepinfer_triton.ranks.dispatch import COPY_PROGRAMS, PAIR_TILE
 from deepinfer_triton.ranks.meeting import (
     NO_WINDOW_ROOM,
@@ -35,6 +36,7 @@ def show_rows_kernel(
     SOURCE: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Records of rows: the row, and from SOURCE on the rank and pair that it came from."""
+    overlap()
     total = tl.load(received)
     if total.to(tl.int64) * RECORD <= HALF:
         first = half_of(bases, me, tl.load(state) + 1, ROWS_AT, HALF)
@@ -56,6 +58,7 @@ def meet_kernel(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """The meeting, and the check that each awaited row is among those received where it went, and names this pair."""
+    overlap()
     total = tl.load(received)
     met = tl.full((), 1, tl.int32)
     if tl.load(state + 1) == 0:
@@ -106,6 +109,7 @@ def sum_kernel(
     bases, state, rows, inverse, weights, shared, count, height, out, K: tl.constexpr, W: tl.constexpr, ROWS_AT: tl.constexpr,
     HALF: tl.constexpr, RECORD: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    overlap()
     t = tl.program_id(0).to(tl.int64)
     if (tl.load(state + 2) == OK) & (t < valid_rows(count, height)):
         call = tl.load(state)
@@ -142,17 +146,19 @@ def ep_combine(target: Target, comm, rows, received, source, inverse, weights, s
         tile = min(triton.next_power_of_2(hidden), target.row_columns)
         launch(
             show_rows_kernel, (min(rows.shape[0], COPY_PROGRAMS),), *own, rows, received, source, SOURCE=at, H=hidden, TILE=tile,
-            **halves, **record,
+            **halves, **record, early=True,
         )  # fmt: skip
     launch(
         meet_kernel, (1,), *own, tag(told), nanoseconds(comm), received, source, inverse, count, height, K=k,
         RANKS=triton.next_power_of_2(world), SOURCE=at, TILE=PAIR_TILE, **places, **record,
+        early=True,
     )  # fmt: skip
     windows.settle(comm, "ep_combine", told)
     tile = min(target.columns, triton.next_power_of_2(hidden))
     launch(
         sum_kernel, (height, triton.cdiv(hidden, tile)), windows.bases, windows.state, rows, inverse, weights, shared, count,
         height, out, K=k, H=hidden, TILE=tile, unfused=True, **places, **record,
+        early=True,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from deepinfer_hal.ops._communication import spell
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.overlap import overlap
 from deepinfer_triton.ranks.meeting import (
     IDS_ROOM,
     NO_ROOM,
@@ -45,6 +46,7 @@ def show_tokens_kernel(
     KS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Records of tokens: the row, its scales from SCALES on, the weights of its choices from WEIGHTS on."""
+    overlap()
     n = valid_rows(count, rows)
     if (n.to(tl.int64) * RECORD <= HALF) & (n * K <= IDS_ROOM):
         first = half_of(bases, me, tl.load(state) + 1, ROWS_AT, HALF)
@@ -73,6 +75,7 @@ def meet_kernel(
     RANKS: tl.constexpr, HALF: tl.constexpr, RECORD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Ids to every rank, the meeting, and the check that what each rank is sent has room."""
+    overlap()
     pairs = valid_rows(count, rows) * K
     met = tl.full((), 1, tl.int32)
     if tl.load(state + 1) == 0:
@@ -132,6 +135,7 @@ def sort_kernel(
 ):  # fmt: skip
     """A program for each expert of all ranks numbers its pairs in order of ranks and pairs; one more marks this rank's pairs that
     have no row, and ends the offsets."""
+    overlap()
     if tl.load(state + 2) == OK:
         expert = tl.program_id(0)
         own, call = valid_rows(count, rows) * K, tl.load(state)
@@ -179,6 +183,7 @@ def pull_kernel(
     WEIGHTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Copies of records, or of one rank's own arguments, to rows."""
+    overlap()
     if tl.load(state + 2) == OK:
         call, total = tl.load(state), tl.load(offsets + E)
         for number in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -229,20 +234,21 @@ def ep_dispatch(
     if world > 1:
         launch(
             show_tokens_kernel, (min(rows, COPY_PROGRAMS),), *own, x, x.stride(0), x_scale, weights, count, rows, K=k,
-            KS=triton.next_power_of_2(k), **halves, **row,
+            KS=triton.next_power_of_2(k), **halves, **row, early=True,
         )  # fmt: skip
     launch(
         meet_kernel, (1,), *own, tag(told), nanoseconds(comm), ids, count, rows, out.shape[0], K=k, E=experts, W=world,
         RANKS=triton.next_power_of_2(world), HALF=places["HALF"], RECORD=record, TILE=PAIR_TILE,
+        early=True,
     )  # fmt: skip
     windows.settle(comm, "ep_dispatch", told)
     launch(
         sort_kernel, (world * experts + 1,), *own, ids, count, rows, offsets, source, inverse, K=k, E=experts, W=world,
-        TILE=PAIR_TILE,
+        TILE=PAIR_TILE, early=True,
     )  # fmt: skip
     launch(
         pull_kernel, (min(out.shape[0], COPY_PROGRAMS),), *own, x, x.stride(0), x_scale, weights, offsets, source, out,
-        out_scale, out_weights, K=k, E=experts, **places, **row,
+        out_scale, out_weights, K=k, E=experts, **places, **row, early=True,
     )  # fmt: skip
 
 
