@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import os
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -134,32 +132,28 @@ def _noted(calls: list[Call], name: str, function: Callable[..., Any], real: Any
 
 
 class FileMemory(SharedMemory):
-    """Files that processes map, in place of a GPU's memory."""
-
-    _numbers = itertools.count()
+    """Files without a name that processes map, in place of a GPU's memory."""
 
     def __init__(self) -> None:
         self._views: list[torch.Tensor] = []
-        self._paths: list[Path] = []
-
-    def _view(self, process: int, number: int, nbytes: int) -> int:
-        path = Path(tempfile.gettempdir()) / f"deepinfer-window-{process}-{number}"
-        self._views.append(torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8))
-        if process == os.getpid():
-            self._paths.append(path)
-        return self._views[-1].data_ptr()
+        self._files: list[int] = []
 
     def make(self, nbytes: int) -> tuple[int, tuple[int, ...]]:
-        handle = os.getpid(), next(self._numbers), nbytes
-        return self._view(*handle), handle
+        file = os.memfd_create("window")
+        os.ftruncate(file, nbytes)
+        self._files.append(file)
+        handle = os.getpid(), file, nbytes
+        return self.map(handle), handle
 
     def map(self, handle: tuple[int, ...]) -> int:
-        return self._view(*handle)
+        process, file, nbytes = handle
+        self._views.append(torch.from_file(f"/proc/{process}/fd/{file}", shared=True, size=nbytes, dtype=torch.uint8))
+        return self._views[-1].data_ptr()
 
     def close(self) -> None:
         self._views.clear()
-        for path in self._paths:
-            path.unlink(missing_ok=True)
+        while self._files:
+            os.close(self._files.pop())
 
     def keep(self) -> None:
         """A file is made anew for each world."""

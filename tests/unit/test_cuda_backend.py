@@ -286,17 +286,27 @@ def test_a_window_without_room_for_rows_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("mine", "told"),
-    [(False, "rank 0 cannot reach the memory of rank 1: no way to there"), (True, "ranks [1] cannot reach the memory of others")],
+    ("fails", "told"),
+    [
+        ("map", "rank 0 cannot reach the memory of rank 1: no way to there"),
+        ("make", "rank 0 cannot make a window of 4194304 bytes: no way to there"),
+        ("other", "rank 0 cannot reach the memory of rank 1: it has no window"),
+        ("", "ranks [1] cannot reach the memory of others"),
+    ],
 )
-def test_a_rank_that_cannot_reach_anothers_memory_is_named_on_every_rank(mine, told):
+def test_a_rank_that_cannot_reach_anothers_memory_is_named_on_every_rank(fails, told):
     class Memory(FileMemory):
-        def map(self, handle):
-            if mine:
-                return 0
-            raise OSError("no way to there")
+        def make(self, nbytes):
+            if fails == "make":
+                raise OSError("no way to there")
+            return 0, (1, 2)
 
-    said = iter(([(1, 2), (3, 4)], [(int(mine),), (0,)]))
+        def map(self, handle):
+            if fails == "map":
+                raise OSError("no way to there")
+            return 0
+
+    said = iter(([() if fails == "make" else (1, 2), () if fails == "other" else (3, 4)], [(int(not fails),), (0,)]))
     comm = SimpleNamespace(rank=0, exchange=lambda call, numbers: next(said))
     assert open_windows(comm, Memory(), 4 << 20, torch.device("cpu"), torch.Tensor.tolist) == told
 

@@ -37,12 +37,17 @@ class NcclCommunicator(DeviceCommunicator):
     runtime = runtime
     window_bytes = WINDOW_BYTES
     windows: Windows | str = "the communicator is not open"
+    _memory: SharedMemory | None = None
 
     @classmethod
     def open(cls, world: World, device: torch.device) -> Communicator:
         joined = super().open(world, device)
         if isinstance(joined, NcclCommunicator):
-            joined._connect(device)
+            try:
+                joined._connect(device)
+            except BaseException:
+                joined.close()
+                raise
         return joined
 
     @classmethod
@@ -86,5 +91,5 @@ class NcclCommunicator(DeviceCommunicator):
     def close(self) -> None:
         whole = not self._broken
         super().close()
-        if whole:
+        if whole and self._memory is not None:
             self._memory.keep()

@@ -119,7 +119,7 @@ class SharedMemory(abc.ABC):
 
     @abc.abstractmethod
     def make(self, nbytes: int) -> tuple[int, tuple[int, ...]]:
-        """Zeroed memory of this rank: its address, and integers by which others find it."""
+        """Zeroed memory of this rank: its address, and integers by which others find it. OSError if there is none to be had."""
 
     @abc.abstractmethod
     def map(self, handle: tuple[int, ...]) -> int:
@@ -138,10 +138,15 @@ def open_windows(
     comm: Any, memory: SharedMemory, nbytes: int, device: torch.device, read: Callable[[torch.Tensor], list[int]]
 ) -> Windows | str:
     """The windows of a communicator's ranks, of nbytes each, or why there are none; all ranks get the same answer in kind."""
-    address, handle = memory.make(nbytes)
-    found, why = [], ""
+    found, why, handle = [], "", ()
+    try:
+        address, handle = memory.make(nbytes)
+    except OSError as error:
+        why = f"rank {comm.rank} cannot make a window of {nbytes} bytes: {error}"
     for rank, other in enumerate(comm.exchange(f"show windows of {nbytes} bytes", handle)):
         try:
+            if not other:
+                raise OSError("it has no window")
             found.append(address if rank == comm.rank else memory.map(other))
         except OSError as error:
             why = why or f"rank {comm.rank} cannot reach the memory of rank {rank}: {error}"
