@@ -234,7 +234,7 @@ def test_a_broken_world_aborts_its_transfers_and_leaves_its_windows_to_nobody(ca
     broken._hearts = SimpleNamespace(stop=lambda why, lost: ended.append(("left", lost)))
     broken._group = SimpleNamespace(abort=lambda: ended.append("aborted"))
     broken._memory = SimpleNamespace(close=lambda: ended.append("unmapped"), keep=lambda: ended.append("kept"))
-    broken.windows = Windows(0, [0, 0], 4 << 20, torch.device("cpu"), torch.Tensor.tolist)
+    broken.windows = Windows(0, [0, 0], 4 << 20, torch.device("cpu"), Event)
     broken._break("rank 1 was missed", (1,))
     broken.close()
     assert ended == [("left", (1,)), "aborted", "unmapped"] and "rank 1 was missed" in broken.windows
@@ -282,7 +282,7 @@ def test_the_drivers_words_are_told_where_memory_cannot_be_shared(monkeypatch):
 
 def test_a_window_without_room_for_rows_is_refused():
     with pytest.raises(BadCall, match="no room for the rows of 64 ranks"):
-        Windows(0, [0] * 64, 16 << 20, torch.device("cpu"), torch.Tensor.tolist)
+        Windows(0, [0] * 64, 16 << 20, torch.device("cpu"), Event)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_rank_that_cannot_reach_anothers_memory_is_named_on_every_rank(fails, 
 
     said = iter(([() if fails == "make" else (1, 2), () if fails == "other" else (3, 4)], [(int(not fails),), (0,)]))
     comm = SimpleNamespace(rank=0, exchange=lambda call, numbers: next(said))
-    assert open_windows(comm, Memory(), 4 << 20, torch.device("cpu"), torch.Tensor.tolist) == told
+    assert open_windows(comm, Memory(), 4 << 20, torch.device("cpu"), Event) == told
 
 
 def test_a_torch_without_nccl_is_told_before_ranks_meet_on_it(calls, monkeypatch):

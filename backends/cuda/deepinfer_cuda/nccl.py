@@ -5,6 +5,7 @@ store lets ranks meet.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -71,10 +72,16 @@ class NcclCommunicator(DeviceCommunicator):
     def _shared_memory(self, device: torch.device) -> SharedMemory:
         return PeerMemory(device.index or 0)
 
-    def _read(self, state: torch.Tensor) -> list[int]:
+    def _read(self, state: torch.Tensor) -> Callable[[], list[int]]:
+        index = self._carrier.index or 0
         self._status.copy_(state, non_blocking=True)
-        runtime.wait_bounded(self._carrier.index or 0, self.deadline_s + DEVICE_SLACK_S)
-        return self._status.tolist()
+        here = runtime.place(index)
+
+        def wait() -> list[int]:
+            runtime.wait_bounded(index, self.deadline_s + DEVICE_SLACK_S, here)
+            return self._status.tolist()
+
+        return wait
 
     def _break(self, message: str, lost: tuple[int, ...] = ()) -> None:
         """A transfer that others have left spins on the GPU until the group is aborted. Windows stay mapped while kernels run."""

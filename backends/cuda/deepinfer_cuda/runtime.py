@@ -46,12 +46,17 @@ def timer(index: int) -> Callable[[], float]:
     return event_time.event_clock(functools.partial(mark, index))
 
 
-def wait_bounded(index: int, seconds: float) -> None:
-    """Waits until the current stream is done, polling. RuntimeError after `seconds`."""
+def place(index: int) -> Any:
+    """An event recorded now on the current stream, for `wait_bounded`."""
     with torch.cuda.device(index):
-        done = torch.cuda.Event(enable_timing=False)
-        done.record(torch.cuda.current_stream(index))
-    event_time.wait_bounded(done, seconds, f"GPU {index}")
+        made = torch.cuda.Event(enable_timing=False)
+        made.record(torch.cuda.current_stream(index))
+    return made
+
+
+def wait_bounded(index: int, seconds: float, done: Any = None) -> None:
+    """Waits until the current stream is done, or has come to the place `done`, polling. RuntimeError after `seconds`."""
+    event_time.wait_bounded(place(index) if done is None else done, seconds, f"GPU {index}")
 
 
 def memory_info(index: int) -> MemoryInfo:

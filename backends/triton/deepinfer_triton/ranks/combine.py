@@ -153,13 +153,14 @@ def ep_combine(target: Target, comm, rows, received, source, inverse, weights, s
         RANKS=triton.next_power_of_2(world), SOURCE=at, TILE=PAIR_TILE, **places, **record,
         early=True,
     )  # fmt: skip
-    windows.settle(comm, "ep_combine", told)
+    settled = windows.meeting(comm, "ep_combine", told)
     tile = min(target.columns, triton.next_power_of_2(hidden))
     launch(
         sum_kernel, (height, triton.cdiv(hidden, tile)), windows.bases, windows.state, rows, inverse, weights, shared, count,
         height, out, K=k, H=hidden, TILE=tile, unfused=True, **places, **record,
         early=True,
     )  # fmt: skip
+    settled()
 
 
 MAKERS = [offer("ep_combine", ep_combine)]

@@ -241,7 +241,7 @@ def ep_dispatch(
         RANKS=triton.next_power_of_2(world), HALF=places["HALF"], RECORD=record, TILE=PAIR_TILE,
         early=True,
     )  # fmt: skip
-    windows.settle(comm, "ep_dispatch", told)
+    settled = windows.meeting(comm, "ep_dispatch", told)
     launch(
         sort_kernel, (world * experts + 1,), *own, ids, count, rows, offsets, source, inverse, K=k, E=experts, W=world,
         TILE=PAIR_TILE, early=True,
@@ -250,6 +250,7 @@ def ep_dispatch(
         pull_kernel, (min(out.shape[0], COPY_PROGRAMS),), *own, x, x.stride(0), x_scale, weights, offsets, source, out,
         out_scale, out_weights, K=k, E=experts, **places, **row, early=True,
     )  # fmt: skip
+    settled()
 
 
 MAKERS = [offer("ep_dispatch", ep_dispatch)]

@@ -43,16 +43,18 @@ def window_layout(nbytes: int, ranks: int) -> tuple[int, int]:
     return first, half
 
 
+Read = Callable[[torch.Tensor], Callable[[], list[int]]]
+"""Called where the stream has come to: gives what waits for the integers that a device tensor has there, but not for ever."""
+
+
 class Windows:
     """The windows of a world, as one rank reaches them.
 
     addresses: of every rank's window of nbytes, by rank; they are zero until all ranks have made this. device: whose kernels
-    use them. read: host integers of a device tensor, once the stream that is current has come so far; it must not wait for ever.
+    use them. read: see `Read`.
     """
 
-    def __init__(
-        self, rank: int, addresses: Sequence[int], nbytes: int, device: torch.device, read: Callable[[torch.Tensor], list[int]]
-    ) -> None:
+    def __init__(self, rank: int, addresses: Sequence[int], nbytes: int, device: torch.device, read: Read) -> None:
         self.rank, self.ranks, self._read = rank, len(addresses), read
         self.rows_at, self.half = window_layout(nbytes, self.ranks) if self.ranks > 1 else (0, 0)
         self.bases = torch.tensor(list(addresses), dtype=torch.int64, device=device)
@@ -62,12 +64,17 @@ class Windows:
         """The constants of a kernel that uses the windows."""
         return {"W": self.ranks, "ROWS_AT": self.rows_at, "HALF": self.half}
 
-    def settle(self, comm: Communicator, op: str, call: str) -> None:
-        """Raises what the last meeting ended in. Where the stream is being captured nothing is known yet, so nothing is raised:
-        the kernels after a failed meeting then write nothing."""
+    def meeting(self, comm: Communicator, op: str, call: str) -> Callable[[], None]:
+        """Called after a meeting's kernel: gives what waits for its status and raises what it ended in. So the kernels after it,
+        which write nothing if it failed, may be started before the wait. Where the stream is being captured nothing is known yet,
+        and nothing is raised."""
         if self.state.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
-        _, _, code, a, b, c, d, _ = self._read(self.state)
+            return lambda: None
+        status = self._read(self.state)
+        return lambda: self._settle(comm, op, call, status())
+
+    def _settle(self, comm: Communicator, op: str, call: str, status: Sequence[int]) -> None:
+        _, _, code, a, b, c, d, _ = status
         if code == MISSING:
             missing = [rank for rank in range(self.ranks) if ((b & 0xFFFFFFFF) << 32 | (a & 0xFFFFFFFF)) >> rank & 1]
             comm.give_up(call, missing)
@@ -111,7 +118,7 @@ def windows_of(comm: Communicator, device: torch.device, call: str) -> Windows:
 @functools.cache
 def _alone(device: torch.device, stream: int) -> Windows:
     """The state of one rank on one stream; it has no window, since nobody else reads its rows."""
-    return Windows(0, [0], 0, device, torch.Tensor.tolist)
+    return Windows(0, [0], 0, device, lambda state: state.tolist)
 
 
 class SharedMemory(abc.ABC):
@@ -135,7 +142,7 @@ class SharedMemory(abc.ABC):
 
 
 def open_windows(
-    comm: Any, memory: SharedMemory, nbytes: int, device: torch.device, read: Callable[[torch.Tensor], list[int]]
+    comm: Any, memory: SharedMemory, nbytes: int, device: torch.device, read: Read
 ) -> Windows | str:
     """The windows of a communicator's ranks, of nbytes each, or why there are none; all ranks get the same answer in kind."""
     found, why, handle = [], "", ()
