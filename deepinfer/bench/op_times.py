@@ -17,6 +17,9 @@ from deepinfer.bench.phases import Phases
 
 SAMPLES = 5
 SAMPLE_SECONDS = 4e-3
+FEWEST_RUNS, _SHORT_RUN = 4, 1e-2
+"""A sample's runs at least where one is shorter than that: the first one's way to the device would count."""
+
 _FEWEST_SAMPLES, _CLOSE = 3, 0.005
 """So few samples do where they lie within this share of their median."""
 
@@ -99,7 +102,8 @@ def _timing(backend: Any, index: int, replay: Callable[[], None], graph: Any) ->
         return (clock() - start) / times
 
     one = sample(1)
-    times = max(1, min(int(SAMPLE_SECONDS / max(one, 1e-7)), 1000))
+    fewest = FEWEST_RUNS if one < _SHORT_RUN else 1
+    times = max(fewest, min(int(SAMPLE_SECONDS / max(one, 1e-7)), 1000))
     values = []
     for _ in range(max(1, min(SAMPLES, int(_RUN_SECONDS / max(one, 1e-7))))):
         values.append(sample(times))

@@ -39,8 +39,8 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
     Seconds of a step: `host_seconds` by the host's clock; `step_seconds` from opening mark to opening mark (where the device has
     no marks, the host's); `between_seconds` from a step's closing mark to the next one's opening, `between_largest` the longest;
     `device_seconds` the step's work replayed from graphs, None where steps are eager. between_share, idle_share: of a step,
-    between steps alone, and all that is not device_seconds. warm_up_bytes: of the device's memory, taken by warm-up: graphs with
-    their pool, and workspaces of kernels. Sequences are short, so that the device's share is as small as it gets.
+    between steps alone, and all that is not device_seconds. Sequences are short, so that the device's share is as small as it
+    gets.
     """
     length = PROMPT_TOKENS + steps + 3 * _SETTLE_STEPS
     config = EngineConfig.create(
@@ -49,10 +49,8 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
     )  # fmt: skip
     with phases("networks"):
         runner = _runner(backend, index, model, config, requests, length)
-    free = backend.memory_info(index).free_bytes
     with phases("warm-up"):
         runner.warm_up()
-    taken = free - backend.memory_info(index).free_bytes
     with phases("loop"):
         found = _run(backend, index, runner, config, requests, steps)
     with phases("samples"):
@@ -63,7 +61,6 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
         "gap_seconds": None if device is None else seconds - device,
         "idle_share": None if device is None else max(0.0, 1 - device / seconds),
         "graphs": 0 if runner.graphs is None else runner.graphs.count,
-        "warm_up_bytes": taken,
         "graph_pool_bytes": 0 if runner.graphs is None else runner.graphs.pool_bytes,
     }  # fmt: skip
 
