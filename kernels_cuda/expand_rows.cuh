@@ -22,23 +22,50 @@ __device__ __forceinline__ float scale_value(uint32_t code) {
   return code == 255 ? __int_as_float(0x7FFFFFFF) : code == 0 ? __int_as_float(0x00400000) : __int_as_float(code << 23);
 }
 
-// One thread for 16 codes. The kernel that reads the rows may start early, and waits for them itself.
-// to: [rows, pitch]; columns: a multiple of 32.
-__global__ void __launch_bounds__(256)
+// 16 codes of a row and their scale.
+struct Piece {
+  uint4 codes;
+  uint32_t scale;
+
+  __device__ __forceinline__ void store(__nv_bfloat16* to) const {
+    const float factor = scale_value(scale);
+    const uint2 a = expand4(codes.x, factor), b = expand4(codes.y, factor);
+    const uint2 c = expand4(codes.z, factor), d = expand4(codes.w, factor);
+    uint4* out = reinterpret_cast<uint4*>(to);
+    out[0] = make_uint4(a.x, a.y, b.x, b.y);
+    out[1] = make_uint4(c.x, c.y, d.x, d.y);
+  }
+};
+
+constexpr int kExpandThreads = 128;
+
+// Blocks for `pieces` of 16 codes. One a multiprocessor as long as that is a few pieces a thread: with 32 registers a thread such
+// a block leaves room for a block of the kernel that reads the rows.
+inline int expand_blocks(int64_t pieces, int multiprocessors) {
+  const int64_t all = ceil_div(pieces, kExpandThreads);
+  if (all <= 12 * multiprocessors) return static_cast<int>(all < multiprocessors ? all : multiprocessors);
+  return static_cast<int>(ceil_div(all, 2));
+}
+
+// Starts early; so may the kernel that reads the rows, which waits for them.
+// to: [rows, pitch]; columns: a multiple of 32; rows * columns / 16 is below 2^31.
+__global__ void __launch_bounds__(kExpandThreads, 16)
     expand_rows_fp8(const uint8_t* codes, int64_t codes_pitch, const uint8_t* scales, int64_t scales_pitch, __nv_bfloat16* to,
                     int64_t pitch, int rows, int columns) {
-  launch_dependents();
-  const int pieces = columns / 16;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (index >= static_cast<int64_t>(rows) * pieces) return;
-  const int64_t row = index / pieces;
-  const int piece = static_cast<int>(index % pieces);
-  const uint4 code = *reinterpret_cast<const uint4*>(codes + row * codes_pitch + piece * 16);
-  const float scale = scale_value(scales[row * scales_pitch + piece / 2]);
-  const uint2 a = expand4(code.x, scale), b = expand4(code.y, scale), c = expand4(code.z, scale), d = expand4(code.w, scale);
-  uint4* out = reinterpret_cast<uint4*>(to + row * pitch + piece * 16);
-  out[0] = make_uint4(a.x, a.y, b.x, b.y);
-  out[1] = make_uint4(c.x, c.y, d.x, d.y);
+  wait_for_producer();
+  start_dependents();  // after the wait, so that they may read what earlier kernels wrote
+  const uint32_t pieces = columns / 16, all = rows * pieces, stride = gridDim.x * kExpandThreads;
+  const auto load = [&](uint32_t index) {
+    const uint32_t row = index / pieces, piece = index % pieces;
+    const uint4 code = *reinterpret_cast<const uint4*>(codes + row * codes_pitch + piece * 16);
+    return Piece{code, scales[row * scales_pitch + piece / 2]};
+  };
+  const auto place = [&](uint32_t index) { return to + index / pieces * pitch + index % pieces * 16; };
+  for (uint32_t index = blockIdx.x * kExpandThreads + threadIdx.x; index < all; index += 2 * stride) {
+    const Piece piece = load(index);
+    if (index + stride < all) load(index + stride).store(place(index + stride));
+    piece.store(place(index));
+  }
 }
 
 }  // namespace di

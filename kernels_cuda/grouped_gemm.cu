@@ -8,22 +8,18 @@ namespace {
 
 enum Argument { kX, kXScale, kValues, kScales, kOffsets, kOut, kOutScale, kArguments };
 
-using Small = GroupedForm<32, 16, 7, 5, 1, true>;
-using Middle = GroupedForm<64, 64, 6, 4, 4, true>;
-using Large = GroupedForm<128, 128, 4, 4, 1, false>;
+using Small = GroupedForm<32, 16, 6, 3, 2, 1, true>;
+using Middle = GroupedForm<64, 64, 6, 4, 1, 4, true>;
+using Large = GroupedForm<128, 128, 4, 4, 1, 1, false>;
 
 template <typename Form, typename Out>
 int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expansion, cudaStream_t stream, di_error* e) {
   constexpr auto kernel = grouped_gemm_fp4<Form, Out>;
   constexpr int kBytes = Form::kSharedBytes;
   if (allow_shared<kernel>(kBytes) != cudaSuccess) return refuse(e, DI_FAILED, "%d bytes of shared memory were refused", kBytes);
-  cudaLaunchAttribute early{};  // it may start while the rows are expanded, and waits for them before it reads them
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = multiprocessors(), config.blockDim = Form::kThreads, config.dynamicSmemBytes = kBytes, config.stream = stream;
-  config.attrs = &early, config.numAttrs = after_expansion;
-  cudaLaunchKernelEx(&config, kernel, maps, shape);
+  // It may start while the rows are expanded, and waits for them before it reads them.
+  if (after_expansion) launch_early(kernel, multiprocessors(), Form::kThreads, kBytes, stream, maps, shape);
+  else kernel<<<multiprocessors(), Form::kThreads, kBytes, stream>>>(maps, shape);
   return finish(e, "grouped_gemm_fp4");
 }
 
@@ -57,15 +53,16 @@ int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* w
   GroupedShape shape{data<uint8_t>(w), data<int>(t[kOffsets]), out.data, out.stride[0], experts,
                      features / kGranuleRows, depth / kBlockK, features, 0, rows};
   if (x.dtype == DI_BF16) return launch_rows(x.data, x.stride[0] * 2, depth, average, floats, false, shape, stream, e);
-  const int64_t row_bytes = depth * 2, most = static_cast<int64_t>(ws_bytes) / row_bytes;
+  const int64_t row_bytes = depth * 2, fitting = static_cast<int64_t>(ws_bytes) / row_bytes, numbered = INT32_MAX / (depth / 16);
+  const int64_t most = fitting < numbered ? fitting : numbered;
   if (most < 1)
     return refuse(e, DI_FAILED, "a workspace of %zu bytes holds no row of %lld", ws_bytes, static_cast<long long>(row_bytes));
   for (int first = 0; first < rows; first = shape.last_row) {
     const int count = static_cast<int>(rows - first < most ? rows - first : most);
     const int64_t pieces = static_cast<int64_t>(count) * (depth / 16);
-    expand_rows_fp8<<<static_cast<int>(ceil_div(pieces, 256)), 256, 0, stream>>>(
-        data<uint8_t>(x) + first * x.stride[0], x.stride[0], data<uint8_t>(scales) + first * scales.stride[0], scales.stride[0],
-        static_cast<__nv_bfloat16*>(ws), depth, count, depth);
+    launch_early(expand_rows_fp8, expand_blocks(pieces, multiprocessors()), kExpandThreads, 0, stream,
+                 data<uint8_t>(x) + first * x.stride[0], x.stride[0], data<uint8_t>(scales) + first * scales.stride[0],
+                 scales.stride[0], static_cast<__nv_bfloat16*>(ws), static_cast<int64_t>(depth), count, depth);
     shape.first_row = first, shape.last_row = first + count;
     const int status = launch_rows(ws, row_bytes, depth, average, floats, true, shape, stream, e);
     if (status != DI_OK) return status;

@@ -6,7 +6,7 @@
 // 2^(scale - 127 + 126) makes it exact. A sum is taken in the order of K whatever the tile's tokens, so tiles follow the counts
 // and bits do not.
 //
-// Weights lie as deepinfer_cuda/weights.py packs them: for each expert, granule of 64 rows and 128 of K one block of
+// Weights lie as deepinfer_cuda/weights.py packs them: for each expert, 128 of K and granule of 64 rows one block of
 //   2 x 128 x 16 bytes of codes: thread t of a warpgroup reads 16 bytes for each 64 of K, a word for each 16
 //   2 x 32 x 4 bytes of scales + 126: a word for the two rows of a thread and the two groups of 32 in 64 of K
 #pragma once
@@ -26,18 +26,20 @@ struct GroupedMaps {
 };
 
 // A form of the kernel: the most tokens of a tile, those that a small tile's instruction takes, stages of shared memory,
-// warpgroups (granules) of a step, k16 steps that go to the matrix unit together, and whether a stage's codes are read at once.
-// Bits do not depend on it.
-template <int tile, int narrow, int stages, int groups, int together, bool early>
+// warpgroups, granules of each in a step, k16 steps that go to the matrix unit together, and whether a stage's codes are read at
+// once. Bits do not depend on it.
+template <int tile, int narrow, int stages, int groups, int each, int together, bool early>
 struct GroupedForm {
-  static constexpr int kTile = tile, kNarrow = narrow, kStages = stages, kGroups = groups, kTogether = together;
+  static constexpr int kTile = tile, kNarrow = narrow, kStages = stages, kGroups = groups;
+  static constexpr int kEach = each, kGranules = groups * each, kTogether = together;
   static constexpr bool kEarly = early;
   static constexpr int kTokenBytes = tile * kBlockK * 2;
-  static constexpr int kStageBytes = (kTokenBytes + groups * kGranuleBytes + 1023) / 1024 * 1024;  // tiles of tokens lie at 1024
+  static constexpr int kStageBytes = (kTokenBytes + kGranules * kGranuleBytes + 1023) / 1024 * 1024;  // for the tiles' swizzle
   static constexpr int kSharedBytes = stages * kStageBytes + 1024;
-  static constexpr int kWarps = 4 * groups, kThreads = 128 * (groups + 1);  // one warpgroup more, of which one thread copies
-  static constexpr int kRegisters = 65536 / kThreads / 8 * 8 * (groups + 1);
-  static constexpr int kProducerRegisters = groups == 5 ? 40 : 32;
+  static constexpr int kWarps = 4 * groups, kThreads = 128 * (groups + 1);  // one warpgroup more, of which two threads copy
+  static constexpr int kEntryRegisters = (65536 - 4096) / kThreads / 8 * 8;  // leaves those of a block that expands rows
+  static constexpr int kRegisters = kEntryRegisters * (groups + 1);
+  static constexpr int kProducerRegisters = groups == 5 ? 40 : 48;
   static constexpr int kConsumerRegisters = (kRegisters - kProducerRegisters) / groups / 8 * 8;
 };
 
@@ -83,6 +85,7 @@ struct Ring {
     if (++slot == count) slot = 0, phase ^= 1;
   }
   __device__ __forceinline__ void wait_full() const { mbarrier_wait_at(full + 8 * slot, phase); }
+  __device__ __forceinline__ void wait_empty() const { mbarrier_wait_at(empty + 8 * slot, phase ^ 1); }
   // Of a warp: the slot may be filled again.
   __device__ __forceinline__ void release(int used) const {
     if (threadIdx.x % 32 == 0) mbarrier_arrive_at(empty + 8 * used);
@@ -129,24 +132,28 @@ struct HalfCodes {
   }
 };
 
-// One step of a warpgroup: its granule by the step's tokens. The instruction takes `tile` tokens; what lies in shared memory
-// beyond the step's own is of other tokens or stale, and each token's sum is its own.
-template <typename Form, int tile, typename Out>
-__device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring& ring) {
-  constexpr int together = Form::kTogether;
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-  if (group >= step.granules) {  // no granule for this warpgroup: it only lets the stages pass
-    for (int k = 0; k < shape.k_blocks; ++k) {
-      ring.wait_full();
-      ring.release(ring.slot);
-      ring.template advance<Form::kStages>();
-    }
-    return;
+// No granule for this warpgroup: it only lets the step's stages pass.
+template <typename Form>
+__device__ __forceinline__ void let_pass(const GroupedShape& shape, Ring& ring) {
+  for (int k = 0; k < shape.k_blocks; ++k) {
+    ring.wait_full();
+    ring.release(ring.slot);
+    ring.template advance<Form::kStages>();
   }
-  float d[tile / 2];
+}
+
+// One step of a warpgroup: `count` granules by the step's tokens. The instruction takes `tile` tokens; what lies in shared memory
+// beyond the step's own is of other tokens or stale, and each token's sum is its own.
+template <typename Form, int tile, int count, typename Out>
+__device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring& ring) {
+  constexpr int together = Form::kTogether, apart = Form::kGroups * kGranuleBytes;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  float d[count][tile / 2];
 #pragma unroll
-  for (int i = 0; i < tile / 2; ++i) d[i] = 0.f;
-  uint32_t a[2][together][4];
+  for (int g = 0; g < count; ++g)
+#pragma unroll
+    for (int i = 0; i < tile / 2; ++i) d[g][i] = 0.f;
+  uint32_t a[2][together][count][4];
   int before = -1;  // the slot whose tokens the instructions in flight may still read
   const uint32_t my_codes = kept(ring.stages + Form::kTokenBytes + group * kGranuleBytes + thread * 16);
   const uint32_t my_scales = kept(ring.stages + Form::kTokenBytes + group * kGranuleBytes + kCodeBytes + thread / 4 * 4);
@@ -155,96 +162,114 @@ __device__ __forceinline__ void consume(const GroupedShape& shape, const Grouped
     // The same in all lanes, and the compiler is to know it: the matrix instruction takes descriptors from uniform registers.
     const uint32_t tokens = __shfl_sync(~0u, (ring.stages + offset & 0x3FFFF) >> 4 | 1 << 16, 0);
     ring.wait_full();
-    HalfCodes held[2];
-    if constexpr (Form::kEarly)
-      held[0].load(my_codes + offset, my_scales + offset, 0), held[1].load(my_codes + offset, my_scales + offset, 1);
+    HalfCodes held[count][2];
+    const auto load = [&](int half) {
+#pragma unroll
+      for (int g = 0; g < count; ++g) held[g][half].load(my_codes + offset + g * apart, my_scales + offset + g * apart, half);
+    };
+    load(0);
+    if constexpr (Form::kEarly) load(1);
 #pragma unroll
     for (int j = 0; j < 8; j += together) {
-      if constexpr (!Form::kEarly) {
-        if (j % 4 == 0) held[j / 4].load(my_codes + offset, my_scales + offset, j / 4);
-      }
-      uint32_t(&fragments)[together][4] = a[j / together % 2];
+      if (!Form::kEarly && j == 4) load(1);
+      uint32_t(&fragments)[together][count][4] = a[j / together % 2];
       wgmma_wait<1>();
       if (j == together && before >= 0) ring.release(before);
 #pragma unroll
       for (int i = 0; i < together; ++i)
-        expand_step(fragments[i], held[(j + i) / 4].codes, held[(j + i) / 4].scales, (j + i) % 4);
+#pragma unroll
+        for (int g = 0; g < count; ++g)
+          expand_step(fragments[i][g], held[g][(j + i) / 4].codes, held[g][(j + i) / 4].scales, (j + i) % 4);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < together; ++i)
-        Wgmma<tile>::bf16_rs(d, fragments[i], tokens_descriptor(tokens + (j + i) / 4 * Form::kTile * 8 + (j + i) % 4 * 2), true);
+#pragma unroll
+        for (int g = 0; g < count; ++g) {
+          const uint64_t columns = tokens_descriptor(tokens + (j + i) / 4 * Form::kTile * 8 + (j + i) % 4 * 2);
+          Wgmma<tile>::bf16_rs(d[g], fragments[i][g], columns, true);
+        }
       wgmma_commit();
     }
     before = ring.slot;
     ring.template advance<Form::kStages>();
   }
   wgmma_wait<0>();
-  wgmma_hold(d);
+#pragma unroll
+  for (int g = 0; g < count; ++g) wgmma_hold(d[g]);
   ring.release(before);
-  const int feature = (step.granule + group) * kGranuleRows + thread / 32 * 16 + lane / 4;
   Out* out = static_cast<Out*>(shape.out) + step.row * shape.out_pitch;
-  store_tile<tile>(d, out, shape.out_pitch, feature, shape.features, step.tokens);
+#pragma unroll
+  for (int g = 0; g < count; ++g) {
+    const int feature = (step.granule + group + g * Form::kGroups) * kGranuleRows + thread / 32 * 16 + lane / 4;
+    store_tile<tile>(d[g], out, shape.out_pitch, feature, shape.features, step.tokens);
+  }
 }
 
-// Copies the stages of the block's steps: its one producing thread.
+// Warpgroup w has the granules w, w + kGroups, ... of a step.
+template <typename Form, int tile, typename Out>
+__device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring& ring) {
+  const int group = threadIdx.x / 128;
+  if (group >= step.granules) return let_pass<Form>(shape, ring);
+  if constexpr (Form::kEach == 2) {
+    if (group + Form::kGroups < step.granules) return consume<Form, tile, 2, Out>(shape, step, ring);
+  }
+  consume<Form, tile, 1, Out>(shape, step, ring);
+}
+
 template <typename Form>
-struct Producer {
-  const GroupedMaps& maps;
-  const GroupedShape& shape;
-  uint8_t* room;
-  uint64_t* full;
+using Walk = GroupedWalk<Form::kTile, Form::kGranules, Form::kEach == 1 ? 1 : Form::kGroups>;
 
-  __device__ __forceinline__ void copy_weights(const GroupedStep& step, int k, int slot, uint64_t policy) const {
-    const int pitch = shape.k_blocks * kGranuleBytes;
-    const int64_t granule = static_cast<int64_t>(step.expert) * shape.granules + step.granule;
-    const uint8_t* from = shape.weights + granule * pitch + k * kGranuleBytes;
-    uint8_t* to = room + slot * Form::kStageBytes + Form::kTokenBytes;
-    mbarrier_arrive_expect(full + slot, step.granules * kGranuleBytes + (8 << step.width) * kBlockK * 2);
-    for (int g = 0; g < step.granules; ++g)
-      bulk_copy_hint(to + g * kGranuleBytes, from + static_cast<int64_t>(g) * pitch, kGranuleBytes, full + slot, policy);
-  }
-
-  __device__ __forceinline__ void copy_tokens(const GroupedStep& step, int k, int slot) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      tensor_copy(room + slot * Form::kStageBytes + half * Form::kTile * 128, &maps.tokens[step.width], k * kBlockK + half * 64,
-                  step.row - shape.first_row, full + slot);
-  }
-
-  // The slot of a step's first stage also says which step it is; a step without tokens ends the block. The first weights are
-  // on their way before the kernel that expands the tokens has ended.
-  __device__ __forceinline__ void run(const GroupedPlan& plan, GroupedStep* steps, Ring& ring) const {
-    const uint64_t once = evict_first_policy();
-    GroupedWalk<Form::kTile, Form::kGroups> walk;
-    GroupedStep step;
-    bool first = true;
-    while (walk.next(plan, shape.experts, shape.granules, step)) {
-      const int early = first ? min(Form::kStages, shape.k_blocks) : 0;
-      if (first) {
-        steps[0] = step;
-        for (int k = 0; k < early; ++k) copy_weights(step, k, k, once);
-        wait_for_predecessor();
-        first = false;
-      }
-      for (int k = 0; k < shape.k_blocks; ++k) {
-        if (k >= early) {
-          mbarrier_wait_at(ring.empty + 8 * ring.slot, ring.phase ^ 1);
-          if (k == 0) steps[ring.slot] = step;
-          copy_weights(step, k, ring.slot, once);
-        }
-        copy_tokens(step, k, ring.slot);
-        ring.template advance<Form::kStages>();
-      }
+// One thread: the weights of the block's steps. The slot of a step's first stage also says which step it is; a step without
+// tokens ends the block. It need not wait for the kernel that expands the tokens.
+template <typename Form>
+__device__ __forceinline__ void copy_weights(const GroupedShape& shape, const GroupedPlan& plan, uint8_t* room,
+                                             GroupedStep* steps, uint64_t* full, Ring ring) {
+  const uint64_t once = evict_first_policy();
+  Walk<Form> walk;
+  GroupedStep step;
+  while (walk.next(plan, shape.experts, shape.granules, step)) {
+    const int pitch = shape.granules * kGranuleBytes, bytes = step.granules * kGranuleBytes;
+    const uint8_t* expert = shape.weights + static_cast<int64_t>(step.expert) * shape.k_blocks * pitch;
+    const uint8_t* from = expert + step.granule * kGranuleBytes;
+    for (int k = 0; k < shape.k_blocks; ++k, from += pitch) {
+      ring.wait_empty();
+      if (k == 0) steps[ring.slot] = step;
+      mbarrier_arrive_expect(full + ring.slot, bytes);
+      bulk_copy_hint(room + ring.slot * Form::kStageBytes + Form::kTokenBytes, from, bytes, full + ring.slot, once);
+      ring.template advance<Form::kStages>();
     }
-    wait_for_predecessor();  // a block without steps does not end before it either
-    mbarrier_wait_at(ring.empty + 8 * ring.slot, ring.phase ^ 1);
-    steps[ring.slot].tokens = 0;
-    mbarrier_arrive(full + ring.slot);
   }
-};
+  ring.wait_empty();
+  steps[ring.slot].tokens = 0;
+  mbarrier_arrive(full + ring.slot);
+}
+
+// One thread: the tokens, which another kernel may still be expanding when it begins. A block without steps waits for it too.
+template <typename Form>
+__device__ __forceinline__ void copy_tokens(const GroupedMaps& maps, const GroupedShape& shape, const GroupedPlan& plan,
+                                            uint8_t* room, uint64_t* full, Ring ring) {
+  wait_for_producer();
+  Walk<Form> walk;
+  GroupedStep step;
+  while (walk.next(plan, shape.experts, shape.granules, step)) {
+    const CUtensorMap* map = &maps.tokens[step.width];
+    const int row = step.row - shape.first_row, bytes = (8 << step.width) * kBlockK * 2;
+    for (int k = 0; k < shape.k_blocks; ++k) {
+      ring.wait_empty();
+      uint8_t* to = room + ring.slot * Form::kStageBytes;
+      mbarrier_arrive_expect(full + ring.slot, bytes);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        tensor_copy(to + half * Form::kTile * 128, map, k * kBlockK + half * 64, row, full + ring.slot);
+      ring.template advance<Form::kStages>();
+    }
+  }
+  ring.wait_empty();
+  mbarrier_arrive(full + ring.slot);
+}
 
 template <typename Form, typename Out>
-__global__ void __launch_bounds__(Form::kThreads, 1)
+__global__ void __maxnreg__(Form::kEntryRegisters)
     grouped_gemm_fp4(const __grid_constant__ GroupedMaps maps, const GroupedShape shape) {
   extern __shared__ uint8_t unaligned_room[];
   __shared__ GroupedPlan plan;
@@ -253,13 +278,15 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   uint8_t* room = unaligned_room + (1024 - shared_address(unaligned_room) % 1024) % 1024;
   Ring ring{kept(shared_address(room)), kept(shared_address(full)), kept(shared_address(empty))};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Form::kStages; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], Form::kWarps);
+    for (int i = 0; i < Form::kStages; ++i) mbarrier_init(&full[i], 2), mbarrier_init(&empty[i], Form::kWarps);
     fence_mbarrier_init();
+    start_dependents();
   }
   make_plan<Form::kTile>(plan, shape);
   if (threadIdx.x >= 32 * Form::kWarps) {
     registers_down<Form::kProducerRegisters>();
-    if (threadIdx.x == 32 * Form::kWarps) Producer<Form>{maps, shape, room, full}.run(plan, steps, ring);
+    if (threadIdx.x == 32 * Form::kWarps) copy_weights<Form>(shape, plan, room, steps, full, ring);
+    if (threadIdx.x == 32 * Form::kWarps + 32) copy_tokens<Form>(maps, shape, plan, room, full, ring);
   } else {
     registers_up<Form::kConsumerRegisters>();
     for (;;) {

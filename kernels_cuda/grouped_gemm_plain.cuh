@@ -38,8 +38,8 @@ __device__ __forceinline__ float e2m1_value(uint32_t code) {
 
 // Feature n, column k of an expert in the layout of deepinfer_cuda/weights.py.
 __device__ inline float fragment_value(const uint8_t* weights, int64_t expert, int features, int depth, int n, int k) {
-  const int64_t granule = expert * (features / kGranuleRows) + n / kGranuleRows;
-  const uint8_t* block = weights + (granule * (depth / kBlockK) + k / kBlockK) * kGranuleBytes;
+  const int64_t stripe = expert * (depth / kBlockK) + k / kBlockK;
+  const uint8_t* block = weights + (stripe * (features / kGranuleRows) + n / kGranuleRows) * kGranuleBytes;
   const int pair_of_rows = n % 64 / 16 * 8 + n % 8, lower = n / 8 % 2, half = k / 64 % 2, pair = k / 8 % 2 * 2 + lower;
   const uint32_t word = reinterpret_cast<const uint32_t*>(block + half * 2048)[(pair_of_rows * 4 + k % 8 / 2) * 4 + k / 16 % 4];
   const uint32_t places = pair == 3 ? (word >> 10 & 0x001B001B) * (1u << 7 | 1u << 2 | 1u << 12) : word << 3 * pair;

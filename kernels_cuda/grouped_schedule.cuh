@@ -2,9 +2,11 @@
 //
 // An expert's matrix is cut into granules of 64 rows (output features), its tokens into tiles of at most kMostTokens. All
 // (expert, token tile, granule) are put in one line, each as long as it costs, and the line is cut into equal shares: a block
-// takes every granule that starts inside its share, up to one a warpgroup at a time. So the last block ends when the first does,
-// up to one granule. Where experts have many tokens the line is cut into waves first, so that blocks at work at the same time
-// share weights and tokens in L2. Which block computes a tile changes no bit of it.
+// takes every granule that starts inside its share, as many at a time as a step has. So the last block ends when the first does,
+// up to one granule. Where it costs nothing, each expert is dealt blocks of its own instead, so that no block needs another step
+// because its share crosses into the next expert. Where experts have many tokens, or all tokens together do not stay in L2, the
+// line is cut into waves first, so that blocks at work at the same time share weights and tokens in L2. Which block computes a
+// tile changes no bit of it.
 #pragma once
 
 #include <stdint.h>
@@ -13,6 +15,8 @@ namespace di {
 
 constexpr int kGranuleRows = 64;
 constexpr int kMostExperts = 1024;
+constexpr int64_t kTokensOfL2 = 32 << 20;  // bytes
+constexpr int kMostDealt = 128;  // experts of which each may have blocks of its own
 
 struct GroupedStep {
   int expert;
@@ -25,9 +29,11 @@ struct GroupedStep {
 
 // What all threads of a block share; experts + 1 entries are in use.
 struct GroupedPlan {
+  int first_block[kMostDealt + 1];  // if dealt
+  int dealt;                        // each expert has blocks of its own
   int cost_before[kMostExperts + 1];
   int rows[kMostExperts + 1];  // offsets, clipped to the rows of this launch
-  int crowded;                 // some expert has a tile that is bound by arithmetic
+  int crowded;                 // blocks at work at the same time should share experts
 };
 
 // What a launch computes: the experts' matrices, where their rows are, and the rows of this launch.
@@ -47,13 +53,62 @@ __device__ __forceinline__ int tile_width(int tokens) {
   return tokens <= 8 ? 0 : tokens <= 16 ? 1 : tokens <= 32 ? 2 : tokens <= 64 ? 3 : 4;
 }
 
+// Blocks of an expert that costs `mine` of `total`, if each expert has its own.
+__host__ __device__ constexpr int blocks_of(int mine, int total, int blocks) {
+  const int share = mine == 0 ? 0 : static_cast<int>(static_cast<int64_t>(mine) * blocks / total);
+  return mine > 0 && share == 0 ? 1 : share;
+}
+
+// Whether dealing is as good as one line: enough blocks, and the largest share, in whole granules, is no larger.
+__host__ __device__ constexpr bool is_dealt(int needed, int worst, int total, int blocks, int cost) {
+  return needed <= blocks && (worst + cost - 1) / cost <= ((total + blocks - 1) / blocks + cost - 1) / cost;
+}
+
+// The sum of `value` over the lanes up to this one.
+__device__ __forceinline__ int sum_up_to(int value) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    if (threadIdx.x % 32 >= step) value += other;
+  }
+  return value;
+}
+
+// Of one warp, once cost_before is there.
+__device__ __forceinline__ void deal(GroupedPlan& plan, int experts, int cost) {
+  const int total = plan.cost_before[experts];
+  int needed = 0, worst = 0;
+  for (int first = 0; first < experts; first += 32) {
+    const int e = first + threadIdx.x, mine = e < experts ? plan.cost_before[e + 1] - plan.cost_before[e] : 0;
+    const int blocks = blocks_of(mine, total, gridDim.x), sum = sum_up_to(blocks);
+    if (blocks > 0) worst = max(worst, (mine + blocks - 1) / blocks);
+    if (e < experts) plan.first_block[e] = needed + sum - blocks;
+    needed += __shfl_sync(~0u, sum, 31);
+  }
+  worst = __reduce_max_sync(~0u, worst);
+  if (threadIdx.x == 0) plan.first_block[experts] = needed, plan.dealt = is_dealt(needed, worst, total, gridDim.x, cost);
+}
+
+// The last place whose value is at most `wanted`, of `count` that do not fall.
+__device__ __forceinline__ int last_at_most(const int* values, int count, int wanted) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (values[middle] <= wanted ? low : high) = middle;
+  }
+  return low;
+}
+
 // Fills the plan for tiles of at most `most` tokens; every thread of the block calls it, and it ends with a barrier.
 template <int most>
 __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
   constexpr int kFullCost = granule_cost(most <= 32 ? 2 : most == 64 ? 3 : 4);
   for (int e = threadIdx.x; e <= shape.experts; e += blockDim.x)
     plan.rows[e] = min(max(shape.offsets[e], shape.first_row), shape.last_row);
-  if (threadIdx.x == 0) plan.crowded = 0;
+  // Tiles that are bound by arithmetic share weights; tokens that do not all stay in L2 are to be read by many blocks at once.
+  const int64_t token_bytes = static_cast<int64_t>(shape.last_row - shape.first_row) * shape.k_blocks * 256;
+  const int crowd = token_bytes > kTokensOfL2 ? 16 : 64;
+  if (threadIdx.x == 0) plan.crowded = plan.dealt = 0;
   __syncthreads();
   if (threadIdx.x < 32) {
     int before = 0;
@@ -61,43 +116,49 @@ __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
       const int e = first + threadIdx.x;
       const int tokens = e < shape.experts ? max(plan.rows[e + 1] - plan.rows[e], 0) : 0, rest = tokens % most;
       const int mine = shape.granules * (tokens / most * kFullCost + (rest ? granule_cost(tile_width(rest)) : 0));
-      if (tokens > 64) plan.crowded = 1;
-      int sum = mine;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (threadIdx.x >= step) sum += other;
-      }
+      if (tokens > crowd) plan.crowded = 1;
+      const int sum = sum_up_to(mine);
       if (e < shape.experts) plan.cost_before[e] = before + sum - mine;
       before += __shfl_sync(~0u, sum, 31);
     }
     if (threadIdx.x == 0) plan.cost_before[shape.experts] = before;
+    __syncwarp();
+    if (shape.experts <= kMostDealt && !plan.crowded) deal(plan, shape.experts, kFullCost);
   }
   __syncthreads();
 }
 
-// The steps of this block, one after the other, of at most `most` tokens and `groups` granules.
-template <int most, int groups>
+// The steps of this block, one after the other, of at most `most` tokens and `groups` granules, a multiple of `together` where
+// there are as many.
+template <int most, int groups, int together = 1>
 struct GroupedWalk {
   static constexpr int kMostWidth = most <= 8 ? 0 : most == 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4;
   static constexpr int kFullCost = granule_cost(kMostWidth);
 
   int wave = -1, at = 0, end = 0, expert = 0;
 
+  // The block's share of an expert of its own.
+  __device__ bool start_dealt(const GroupedPlan& plan, int experts) {
+    const int block = blockIdx.x;
+    if (++wave > 0 || block >= plan.first_block[experts]) return false;
+    expert = last_at_most(plan.first_block, experts, block);
+    const int before = plan.cost_before[expert], parts = plan.first_block[expert + 1] - plan.first_block[expert];
+    const int64_t length = plan.cost_before[expert + 1] - before, part = block - plan.first_block[expert];
+    at = before + static_cast<int>(length * part / parts);
+    end = before + static_cast<int>(length * (part + 1) / parts);
+    return true;
+  }
+
   // False when there is no wave left. All waves but the last cost what gives every block one step of full tiles.
   __device__ bool start_wave(const GroupedPlan& plan, int experts) {
+    if (plan.dealt) return start_dealt(plan, experts);
     const int total = plan.cost_before[experts], full = gridDim.x * groups * kFullCost;
     const int waves = plan.crowded ? max(1, (total + full / 2) / full) : 1;
     if (++wave >= waves) return false;
     const int64_t length = wave + 1 < waves ? full : total - wave * full;
     at = wave * full + static_cast<int>(length * blockIdx.x / gridDim.x);
     end = wave * full + static_cast<int>(length * (blockIdx.x + 1) / gridDim.x);
-    int low = 0, high = experts;  // the last expert that starts at or before `at`
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (plan.cost_before[middle] <= at ? low : high) = middle;
-    }
-    expert = low;
+    expert = last_at_most(plan.cost_before, experts, at);
     return true;
   }
 
@@ -124,7 +185,8 @@ struct GroupedWalk {
         continue;
       }
       const int parts = (count + groups - 1) / groups;
-      step.granules = (count + parts - 1) / parts;
+      const int even = (count + parts - 1) / parts;
+      step.granules = min(count, (even + together - 1) / together * together);
       step.expert = expert;
       step.row = plan.rows[expert] + tile * most;
       at = start + (step.granule + step.granules) * cost;

@@ -77,7 +77,12 @@ def test_products_are_right_and_spare_rows_stay(rows, columns, coded, dtype, gen
 def test_a_row_has_the_same_bits_alone_and_in_every_form(gen, call):
     weight, rows = experts(gen, len(COUNTS), 512, 5120), sum(COUNTS)
     codes, scales = quantise(torch.randn(70 * len(COUNTS), 5120, generator=gen, device="cuda"), "fp8_32")
-    forms = [run(call, (codes[:total], scales[:total]), weight, COUNTS)[:rows] for total in (rows, 40 * 8, 70 * 8)]
+    expanded = dequantise(codes, scales, "fp8_32").bfloat16()
+    forms = [
+        run(call, x, weight, COUNTS)[:rows]
+        for total in (rows, 40 * 8, 70 * 8)
+        for x in ((codes[:total], scales[:total]), (expanded[:total], None))
+    ]
     assert all(torch.equal(form, forms[0]) for form in forms)
     for row in (0, 99, 100, 101, 120, 150, rows - 1):
         expert = int((offsets_of(COUNTS)[1:] <= row).sum())
@@ -86,13 +91,13 @@ def test_a_row_has_the_same_bits_alone_and_in_every_form(gen, call):
 
 
 def test_a_small_workspace_takes_rows_in_parts(gen, call):
-    weight = experts(gen, len(COUNTS), 256, 5120)
-    given = quantise(torch.randn(sum(COUNTS), 5120, generator=gen, device="cuda"), "fp8_32")
+    weight, counts = experts(gen, len(COUNTS), 256, 5120), [500, *COUNTS[1:]]
+    given = quantise(torch.randn(sum(counts), 5120, generator=gen, device="cuda"), "fp8_32")
     room = torch.empty(50 * 5120 * 2, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
     small = CLibrary(native_library.LIBRARY, stream, pack_weight=weights.pack_weight, workspace=(room.data_ptr(), room.numel()))
-    in_parts = run(small.bind(get_card("grouped_gemm")), given, weight, COUNTS)
-    assert torch.equal(in_parts, run(call, given, weight, COUNTS))
+    in_parts = run(small.bind(get_card("grouped_gemm")), given, weight, counts)
+    assert torch.equal(in_parts, run(call, given, weight, counts))
 
 
 @pytest.mark.parametrize(("low", "high", "exponent"), [(0, 4, 110), (125, 129, 0), (125, 140, 0)])

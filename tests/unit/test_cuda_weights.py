@@ -59,10 +59,10 @@ def test_the_kernels_moves_give_the_values_where_the_instruction_wants_them():
         rows // 64, 4, 2, 8, columns // 128, 2, 4, 2, 4, 2
     )  # granule, warp, upper, q, block, half, step, far, c, odd
     for pair, registers in enumerate(as_the_kernel_expands(words)):
-        by_thread = registers.view(rows // 64, columns // 128, 2, 4, 8, 4, 4)  # granule, block, half, warp, q, c, step
+        by_thread = registers.view(columns // 128, rows // 64, 2, 4, 8, 4, 4)  # block, granule, half, warp, q, c, step
         for odd in range(2):
             values = bf16_values(registers.new_tensor(0xFFFF) & by_thread >> 16 * odd)
-            found[:, :, pair % 2, :, :, :, :, pair // 2, :, odd] = values.permute(0, 3, 4, 1, 2, 6, 5)
+            found[:, :, pair % 2, :, :, :, :, pair // 2, :, odd] = values.permute(1, 3, 4, 0, 2, 6, 5)
     wanted = formats.E2M1_VALUES("cpu")[formats.unpack_nibbles(stored.values[0]).long()]
     assert torch.equal(found.reshape(rows, columns), wanted)
     assert torch.equal(torch.signbit(found.reshape(rows, columns)), torch.signbit(wanted))  # the two zeros too

@@ -39,11 +39,10 @@ BARS = {4: 3.0, 8: 3.0, 16: 3.0, 32: 3.0, 64: 2.2}
 
 def random_weight(experts: int, shape: tuple[int, int], gen: torch.Generator) -> weights.FragmentWeight:
     """Random codes with scales of 2^-15 to 2^-4, in fragments."""
-    rows, columns = shape
-    packed = torch.empty((experts, rows // 64, columns // 128, weights.BLOCK_BYTES), dtype=torch.uint8, device="cuda")
+    packed = torch.empty((*weights.blocks((experts, *shape)), weights.BLOCK_BYTES), dtype=torch.uint8, device="cuda")
     packed.random_(0, 256, generator=gen)
     packed[..., weights.CODE_BYTES :].random_(238, 250, generator=gen)
-    return weights.FragmentWeight("experts_gate_up", (experts, rows, columns), packed)
+    return weights.FragmentWeight("experts_gate_up", (experts, *shape), packed)
 
 
 def random_rows(rows: int, width: int, gen: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

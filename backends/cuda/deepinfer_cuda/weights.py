@@ -1,7 +1,7 @@
 """Weights of the CUDA backend: FP4 experts as fragments of Hopper's matrix instruction, everything else as the checkpoint.
 
-Fragments (DI_LAYOUT_WGMMA_FP4) of a matrix [N, K], N a multiple of 64 and K of 128: for each granule of 64 rows and each 128
-of K there is one block of 4352 bytes, as many as the checkpoint's:
+Fragments (DI_LAYOUT_WGMMA_FP4) of a matrix [N, K], N a multiple of 64 and K of 128: for each 128 of K and each granule of 64
+rows there is one block of 4352 bytes, as many as the checkpoint's; granules that a kernel takes together lie together:
 
 - codes, 2 x 128 x 4 words of 32 bits: for each 64 of K, each thread of a warpgroup (warp w, lane 4 q + c), each 16 of K one
   word. It holds rows 16 w + q and 16 w + q + 8, columns 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of those 16, bit by bit at the places
@@ -43,9 +43,9 @@ def is_packed(role: str, format: str, shape: tuple[int, ...]) -> bool:
 
 
 def blocks(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Experts, granules of rows and blocks along K of a weight of logical shape [E, N, K]."""
+    """Experts, blocks along K and granules of rows of a weight of logical shape [E, N, K]."""
     experts, rows, columns = shape
-    return experts, rows // GRANULE, columns // BLOCK
+    return experts, columns // BLOCK, rows // GRANULE
 
 
 def prepare(role: str, canonical: CanonicalWeight) -> WeightHandle:
@@ -59,35 +59,35 @@ def prepare(role: str, canonical: CanonicalWeight) -> WeightHandle:
 
 
 def pack_matrix(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [granules, blocks, 4352] of codes [N, K/2] and scales [N, K/32], no scale above 128."""
-    _, granules, depth = blocks((1, values.shape[0], values.shape[1] * 2))
+    """uint8 [blocks, granules, 4352] of codes [N, K/2] and scales [N, K/32], no scale above 128."""
+    _, depth, granules = blocks((1, values.shape[0], values.shape[1] * 2))
     codes = torch.stack((values & 15, values >> 4), dim=-1).view(granules, 4, 2, 8, depth, 2, 4, 2, 4, 2)
-    # granule, warp, upper, q, block, half, step, far, c, odd  ->  granule, block, half, warp, q, c, step; far, upper; odd
-    codes = codes.permute(0, 4, 5, 1, 3, 8, 6, 7, 2, 9)
+    # granule, warp, upper, q, block, half, step, far, c, odd  ->  block, granule, half, warp, q, c, step; far, upper; odd
+    codes = codes.permute(4, 0, 5, 1, 3, 8, 6, 7, 2, 9)
     words = torch.zeros(codes.shape[:7], dtype=torch.int32, device=values.device)
     table = _spread_table(values.device)
     for pair in range(4):
         for odd in range(2):
             words |= table[pair][odd][codes[..., pair // 2, pair % 2, odd].int()]
-    # granule, warp, upper, q, block, half, group -> granule, block, half, warp, q, group, upper
-    groups = (scales + _SHIFT).view(granules, 4, 2, 8, depth, 2, 2).permute(0, 4, 5, 1, 3, 6, 2)
-    packed = torch.empty((granules, depth, BLOCK_BYTES), dtype=torch.uint8, device=values.device)
-    packed[..., :CODE_BYTES] = words.reshape(granules, depth, -1).view(torch.uint8)
-    packed[..., CODE_BYTES:] = groups.reshape(granules, depth, SCALE_BYTES)
+    # granule, warp, upper, q, block, half, group -> block, granule, half, warp, q, group, upper
+    groups = (scales + _SHIFT).view(granules, 4, 2, 8, depth, 2, 2).permute(4, 0, 5, 1, 3, 6, 2)
+    packed = torch.empty((depth, granules, BLOCK_BYTES), dtype=torch.uint8, device=values.device)
+    packed[..., :CODE_BYTES] = words.reshape(depth, granules, -1).view(torch.uint8)
+    packed[..., CODE_BYTES:] = groups.reshape(depth, granules, SCALE_BYTES)
     return packed
 
 
 def unpack_matrix(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [N, K/2] and scales uint8 [N, K/32] of a packed matrix: the inverse of `pack_matrix`."""
-    granules, depth, _ = packed.shape
-    words = packed[..., :CODE_BYTES].contiguous().view(torch.int32).view(granules, depth, 2, 4, 8, 4, 4)
+    depth, granules, _ = packed.shape
+    words = packed[..., :CODE_BYTES].contiguous().view(torch.int32).view(depth, granules, 2, 4, 8, 4, 4)
     codes = torch.empty((*words.shape, 2, 2, 2), dtype=torch.uint8, device=packed.device)
     for pair, places in enumerate(_PLACES):
         for odd in range(2):
             bits = [(words >> place + 16 * odd & 1) << bit for place, bit in zip(places, (3, 2, 1, 0), strict=True)]
             codes[..., pair // 2, pair % 2, odd] = functools.reduce(torch.bitwise_or, bits).to(torch.uint8)
-    codes = codes.permute(0, 3, 8, 4, 1, 2, 6, 7, 5, 9).reshape(granules * GRANULE, depth * BLOCK)
-    groups = packed[..., CODE_BYTES:].reshape(granules, depth, 2, 4, 8, 2, 2).permute(0, 3, 6, 4, 1, 2, 5)
+    codes = codes.permute(1, 3, 8, 4, 0, 2, 6, 7, 5, 9).reshape(granules * GRANULE, depth * BLOCK)
+    groups = packed[..., CODE_BYTES:].reshape(depth, granules, 2, 4, 8, 2, 2).permute(1, 3, 6, 4, 0, 2, 5)
     scales = groups.reshape(granules * GRANULE, depth * BLOCK // 32) - _SHIFT
     return codes[:, 0::2] | codes[:, 1::2] << 4, scales
 
@@ -107,7 +107,7 @@ def _spread_table(device: torch.device) -> tuple[tuple[torch.Tensor, ...], ...]:
 
 
 class FragmentWeight(WeightHandle):
-    """FP4 experts in fragments: `packed` uint8 [E, granules, blocks, 4352], without E for one expert."""
+    """FP4 experts in fragments: `packed` uint8 [E, blocks, granules, 4352], without E for one expert."""
 
     def __init__(self, role: str, shape: tuple[int, ...], packed: torch.Tensor) -> None:
         self.role, self.shape, self.packed_bytes, self.format = role, tuple(shape), packed, "fp4_row32"
