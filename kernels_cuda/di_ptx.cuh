@@ -116,6 +116,19 @@ __device__ __forceinline__ void start_dependents() { asm volatile("griddepcontro
 // Waits until the kernel before has ended and what it wrote is seen; returns at once in a kernel that was started as usual.
 __device__ __forceinline__ void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// A value is computed here, and not where it is used first: before a kernel waits for the one before it. Parameters too are
+// fetched from memory when they are used first.
+template <typename T>
+__device__ __forceinline__ T* settled(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+__device__ __forceinline__ int settled(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // ---- copies from global to shared memory that complete on a barrier
 
 // `bytes`, both addresses: multiples of 16.

@@ -3,12 +3,14 @@
 // take_kernel: a warp has 16 columns of the four streams of 16 token rows in registers, from reading to the sums:
 //   1. the streams get the previous sub-layer's result (residual_site) and are stored, rounded;
 //   2. the collapsed row is made from them, rounded, and left in the output;
-//   3. the 24 projections are products with mma.sync of TF32 operands: BF16 values are exact there, and the float32 projection
-//      is cut into two parts, what the unit reads and the rest, which together leave out its last two bits at most. The
-//      columns of both operands are permuted alike, so that a thread's fragments are the very values that it read;
+//   3. the 24 projections are products with mma.sync of BF16 operands, to which the float32 projection is cut into three parts
+//      before the kernel waits for the one before it. The columns of both operands are permuted alike, so that a thread's
+//      fragments are the very values that it read;
 //   4. the block adds its warps' sums into the workspace.
 // finish_kernel: a block has a row. One warp turns the row's sums into coefficients (Sinkhorn's sixteen numbers in the registers
 // of each thread) while the others norm and quantise it.
+//
+// Registers are such that both kernels fit a multiprocessor at once, so that each is there when the other ends.
 //
 // How columns are dealt to warps and blocks depends on nothing, and so does the order of every sum.
 #include <algorithm>
@@ -18,60 +20,81 @@
 namespace di {
 namespace {
 
-constexpr int kMostFinishers = 32 + 640;
+constexpr int kEach = 16, kFours = kEach / 4, kMostFinishers = 32 + 320, kFinisherRegisters = 64;
 
-// Where a thread works: token rows first + g and first + g + 8 below last, columns column .. + 3.
+__device__ __forceinline__ void load_weights(float (&to)[kFours][4], const Site& site, int column) {
+#pragma unroll
+  for (int i = 0; i < kFours; ++i) load_weight(to[i], site, column + 4 * i);
+}
+
+// Where a thread works: four columns of token rows row and row + 8.
 struct Place {
-  int first, last, column, g, pair;
-  __device__ __forceinline__ int64_t row(int half) const { return first + g + 8 * half; }
+  __nv_bfloat16 *streams, *out;
+  const __nv_bfloat16* y;
+  const float4 *pre, *post, *comb;
+  int row, g, pair;
+  __device__ __forceinline__ Place(const Site& site, int row, int column, int lane)
+      : streams(settled(site.streams + static_cast<int64_t>(row) * kStreams * site.hidden + column)),
+        out(settled(site.out + static_cast<int64_t>(row) * site.hidden + column)),
+        y(settled(site.y + static_cast<int64_t>(row) * site.hidden + column)),
+        pre(settled(reinterpret_cast<const float4*>(site.pre_prev) + row)),
+        post(settled(reinterpret_cast<const float4*>(site.post) + row)),
+        comb(settled(reinterpret_cast<const float4*>(site.comb) + static_cast<int64_t>(row) * kStreams)), row(row), g(lane / 4),
+        pair(lane % 4) {}
 };
 
 // What a thread keeps of its two rows.
 struct Kept {
-  float made[2][kStreams][4] = {};  // new streams, rounded
+  uint2 made[2][kStreams] = {};  // new streams, rounded
   float squares[2] = {}, norm[2] = {};
 };
 
-// Reads the streams, makes them new, writes them, collapses them.
+// Reads the streams, makes them new, writes them, collapses them; rows from `last` on are left alone.
 template <bool kPost>
-__device__ __forceinline__ void take_streams(const Site& site, const Place& at, Kept& kept) {
-  const int hidden = site.hidden;
-  uint2 old[2][kStreams] = {}, result[2] = {};
+__device__ __forceinline__ void take_streams(const Place& at, int last, int hidden, Kept& kept) {
+  uint2 result[2] = {};
+  RowMix mix[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = at.row(half);
-    if (row >= at.last) continue;
+    if (at.row + 8 * half >= last) continue;
 #pragma unroll
-    for (int i = 0; i < kStreams; ++i) old[half][i] = load_four(site.streams + (row * kStreams + i) * hidden + at.column);
-    if constexpr (kPost) result[half] = load_four(site.y + row * hidden + at.column);
+    for (int i = 0; i < kStreams; ++i) kept.made[half][i] = load_four(at.streams + (half * 8 * kStreams + i) * hidden);
+    mix[half].pre = at.pre[half * 8];
+    if constexpr (kPost) {
+      result[half] = load_four(at.y + half * 8 * hidden);
+      mix[half].post = at.post[half * 8];
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) mix[half].comb[i] = at.comb[half * 8 * kStreams + i];
+    }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = at.row(half);
-    if (row >= at.last) continue;
-    const RowMix mix = load_mix<kPost>(site, row);
+    if (at.row + 8 * half >= last) continue;
+    uint2(&made)[kStreams] = kept.made[half];
+    float wide[kStreams][4];
 #pragma unroll
-    for (int i = 0; i < kStreams; ++i) widen(kept.made[half][i], old[half][i]);
-    const uint2 collapsed = renew<kPost>(mix, kept.made[half], result[half], old[half], kept.squares[half], kept.norm[half]);
+    for (int i = 0; i < kStreams; ++i) widen(wide[i], made[i]);
+    const uint2 collapsed = renew<kPost>(mix[half], wide, result[half], made, kept.squares[half], kept.norm[half]);
     if constexpr (kPost) {
 #pragma unroll
-      for (int k = 0; k < kStreams; ++k) store_four(site.streams + (row * kStreams + k) * hidden + at.column, old[half][k]);
+      for (int k = 0; k < kStreams; ++k) store_four(at.streams + (half * 8 * kStreams + k) * hidden, made[k]);
     }
-    store_four(site.out + row * hidden + at.column, collapsed);
+    store_four(at.out + half * 8 * hidden, collapsed);
   }
 }
 
 // A warp's projections and squares, into its part of shared memory.
-__device__ __forceinline__ void leave_sums(float (&sums)[kSums][kRows], const float* room, const Place& at, const Kept& kept) {
+__device__ __forceinline__ void leave_sums(float (&sums)[kSums][kPitch], const Projection& projection, const Place& at,
+                                           const Kept& kept) {
   float d[2][2][4] = {};
-  project(room, kept.made, at.g, d);
+  project(projection, kept.made, d);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int mix = at.g + i / 2 * 8, row = half * 8 + at.pair * 2 + i % 2;
       sums[mix][row] = d[0][half][i];
-      if (i < 2) sums[16 + mix][row] = d[1][half][i];
+      if (i < 2) sums[16 + mix][row] = d[1][half][i] + d[1][half][i + 2];
     }
     const float of_streams = sum_of_four_lanes(kept.squares[half]), of_row = sum_of_four_lanes(kept.norm[half]);
     if (at.pair == 0) sums[kSquares][at.g + 8 * half] = of_streams, sums[kNorm][at.g + 8 * half] = of_row;
@@ -79,96 +102,119 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kSums][kRows], const fl
 }
 
 template <bool kPost>
-__global__ void __launch_bounds__(kThreads) take_kernel(const Site site) {
-  __shared__ float sums[kWarps][kSums][kRows];
-  __shared__ __align__(8) uint64_t arrived;
-  extern __shared__ __align__(16) float room[];
+__global__ void __launch_bounds__(kThreads, 1) take_kernel(const Site site) {
+  __shared__ float sums[kWarps][kSums][kPitch];
+  extern __shared__ __align__(16) uint8_t room[];
+  constexpr int kTurns = (kSums * kRows + kThreads - 1) / kThreads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = gridDim.x, hidden = site.hidden;
+  const int column = block * kWidth + warp * kColumns + lane % 4 * 4, first = site.first_row + blockIdx.y * kRows;
+  const int warps = min(kWarps, (hidden - block * kWidth + kColumns - 1) / kColumns);
   start_dependents();
-  if (warp == 0) fetch_projection(site, room, &arrived, block * kWidth, lane);  // weights: no kernel before writes them
-  wait_for_producer();
-  const int last = site.count ? max(0, min(*site.count, site.rows)) : site.rows, first = site.first_row + blockIdx.y * kRows;
-  if (first >= last) {
-    if (warp == 0) mbarrier_wait(&arrived, 0);  // a block may not end under its copies
-    return;
+  const Projection projection(room);
+  if (warp < warps) take_projection(site, projection, lane / 4, column);  // weights: no kernel before writes them
+  const Place at(site, first + lane / 4, column, lane);
+  float* to[kTurns];  // of the sums that this thread adds
+  int from[kTurns], row_of[kTurns];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int i = threadIdx.x + turn * kThreads, mix = i % kSums;
+    row_of[turn] = i / kSums, from[turn] = settled(mix * kPitch + min(row_of[turn], kRows - 1));
+    const int64_t place = static_cast<int64_t>(blockIdx.y * kRows + row_of[turn]) * blocks + block;
+    to[turn] = settled(mix < kNorm ? site.sums + place * (kMixes + 1) + mix : site.norms + place);
   }
-  const Place at = {first, last, block * kWidth + warp * kColumns + lane % 4 * 4, lane / 4, lane % 4};
-  const bool busy = block * kWidth + warp * kColumns < hidden;
-  Kept kept;
-  if (busy) take_streams<kPost>(site, at, kept);
-  __syncthreads();  // the barrier of the copies is there
-  if (busy) {
-    mbarrier_wait(&arrived, 0);
-    leave_sums(sums[warp], room + warp * kColumns + at.pair * 4, at, kept);
+  const int *count = site.count, rows = settled(site.rows);
+  wait_for_producer();
+  const int last = valid_rows(count, rows);
+  if (first >= last) return;
+  if (warp < warps) {
+    Kept kept;
+    take_streams<kPost>(at, last, hidden, kept);
+    leave_sums(sums[warp], projection, at, kept);
   }
   __syncthreads();
-  const int warps = min(kWarps, (hidden - block * kWidth + kColumns - 1) / kColumns);
-  for (int i = threadIdx.x; i < kSums * kRows; i += kThreads) {
-    const int mix = i % kSums, row = i / kSums;
-    if (first + row >= last) break;
-    float sum = 0.0f;
-    for (int w = 0; w < warps; ++w) sum += sums[w][mix][row];
-    const int64_t place = static_cast<int64_t>(first - site.first_row + row) * blocks + block;
-    if (mix < kNorm) site.sums[place * (kMixes + 1) + mix] = sum;
-    else site.norms[place] = sum;
-  }
+  float sum[kTurns] = {};
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w)
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) sum[turn] += w < warps ? (&sums[w][0][0])[from[turn]] : 0.0f;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn)
+    if (row_of[turn] < kRows && first + row_of[turn] < last) *to[turn] = sum[turn];
 }
 
-// Norms a row that lies collapsed in the output, eight columns a thread, and makes its codes if asked for.
-__device__ __forceinline__ void norm_row(const Site& site, const float* norms, int blocks, int64_t row, int thread, int threads) {
+// Norms a row that lies collapsed in the output, sixteen columns a thread, and makes its codes if asked for. `weight` is that of
+// the thread's first columns.
+__device__ __forceinline__ void norm_row(const Site& site, const float* norms, const uint4* from, int blocks, int64_t row,
+                                         int thread, int threads, float (&weight)[kFours][4]) {
   const int lane = thread % 32, hidden = site.hidden;
+  uint4 half[2] = {};
+  if (kEach * thread < hidden) half[0] = from[2 * thread], half[1] = from[2 * thread + 1];
   float total = 0.0f;
+#pragma unroll 1
   for (int block = lane; block < blocks; block += 32) total += norms[block];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-  const float factor = rsqrtf(total / static_cast<float>(hidden) + site.rms_eps);
-  for (int start = 0; start < hidden; start += 8 * threads) {  // all lanes take every turn, for the shuffles
-    const int column = start + 8 * thread;
+  const float factor = rsqrtf(__fdividef(total, static_cast<float>(hidden)) + site.rms_eps);
+#pragma unroll 1
+  for (int start = 0; start < hidden; start += kEach * threads) {  // all lanes take every turn, for the shuffles
+    const int column = start + kEach * thread;
     const bool inside = column < hidden;
-    uint2 normed[2] = {};
+    if (start > 0 && inside) {
+      half[0] = from[column / 8], half[1] = from[column / 8 + 1];
+      load_weights(weight, site, column);
+    }
+    uint2 normed[kFours] = {};
     if (inside) {
-      const uint4 eight = *reinterpret_cast<const uint4*>(site.out + row * hidden + column);
-      float weight[2][4];
-      load_weight(weight[0], site, column);
-      load_weight(weight[1], site, column + 4);
-      normed[0] = norm_four({eight.x, eight.y}, weight[0], factor);
-      normed[1] = norm_four({eight.z, eight.w}, weight[1], factor);
-      *reinterpret_cast<uint4*>(site.out + row * hidden + column) = {normed[0].x, normed[0].y, normed[1].x, normed[1].y};
+      uint4* to = reinterpret_cast<uint4*>(site.out + row * hidden + column);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        normed[2 * i] = norm_four({half[i].x, half[i].y}, weight[2 * i], factor);
+        normed[2 * i + 1] = norm_four({half[i].z, half[i].w}, weight[2 * i + 1], factor);
+        to[i] = {normed[2 * i].x, normed[2 * i].y, normed[2 * i + 1].x, normed[2 * i + 1].y};
+      }
     }
     if (site.codes == nullptr) continue;
-    uint32_t largest = max(largest_bits(normed[0]), largest_bits(normed[1]));
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) largest = max(largest, largest_bits(normed[i]));
     largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
     const uint32_t scale = fp8_scale(__uint_as_float(largest));
     if (!inside) continue;
-    const uint2 codes = {encode_four(normed[0], scale), encode_four(normed[1], scale)};
-    *reinterpret_cast<uint2*>(site.codes + row * hidden + column) = codes;
-    if (lane % 4 == 0) site.scales[(row * hidden + column) / kGroup] = static_cast<uint8_t>(scale);
+    const uint4 codes = {encode_four(normed[0], scale), encode_four(normed[1], scale), encode_four(normed[2], scale),
+                         encode_four(normed[3], scale)};
+    *reinterpret_cast<uint4*>(site.codes + row * hidden + column) = codes;
+    if (lane % 2 == 0) site.scales[(row * hidden + column) / kGroup] = static_cast<uint8_t>(scale);
   }
 }
 
 template <bool kNormed>
-__global__ void __launch_bounds__(kMostFinishers, 1) finish_kernel(const Site site, int blocks) {
+__global__ void __maxnreg__(kFinisherRegisters) finish_kernel(const Site site, int blocks) {
+  const int lane = threadIdx.x % 32, thread = static_cast<int>(threadIdx.x) - 32;
+  const int64_t row = site.first_row + blockIdx.x, place = static_cast<int64_t>(blockIdx.x) * blocks;
   start_dependents();
+  float weight[kFours][4] = {};  // weights: no kernel before writes them
+  Mix mix = {};
+  if (thread < 0) mix = mix_of(site, lane, row);
+  else if (kNormed && kEach * thread < site.hidden) load_weights(weight, site, kEach * thread);
+  const float *sums = settled(site.sums + place * (kMixes + 1)), *norms = settled(site.norms + place);
+  const uint4* mixed = settled(reinterpret_cast<const uint4*>(site.out + row * site.hidden));
+  const int *count = site.count, rows = settled(site.rows);
   wait_for_producer();
-  const int last = site.count ? max(0, min(*site.count, site.rows)) : site.rows, here = blockIdx.x;
-  const int64_t row = site.first_row + here;
-  if (row >= last) return;
-  const int64_t place = static_cast<int64_t>(here) * blocks;
-  if (threadIdx.x < 32) finish_row(site, site.sums + place * (kMixes + 1), blocks, row, threadIdx.x);
-  else if constexpr (kNormed) norm_row(site, site.norms + place, blocks, row, threadIdx.x - 32, blockDim.x - 32);
+  if (row >= valid_rows(count, rows)) return;
+  if (thread < 0) finish_row(site, mix, sums, blocks, lane);
+  else if constexpr (kNormed) norm_row(site, norms, mixed, blocks, row, thread, blockDim.x - 32, weight);
 }
 
 template <bool kPost, bool kNormed>
 int launch(Site site, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* e) {
   if (site.hidden % kGroup != 0)
     return refuse(e, DI_UNSUPPORTED, "the hidden size must be a multiple of 32, it is %d", site.hidden);
-  const int blocks = static_cast<int>(ceil_div(site.hidden, kWidth)), bytes = kMixes * kStreams * kPitch * sizeof(float);
+  const int blocks = static_cast<int>(ceil_div(site.hidden, kWidth)), bytes = kRoom;
   const int64_t room = static_cast<int64_t>(ws_bytes / (blocks * kSums * sizeof(float))) / kRows * kRows;
   if (room == 0 && site.rows > 0) return refuse(e, DI_BAD_CALL, "residual_site needs a workspace, it got %zu bytes", ws_bytes);
   const cudaError_t status = allow_shared<take_kernel<kPost>>(bytes);
   if (status != cudaSuccess) return refuse(e, DI_FAILED, "residual_site: %s", cudaGetErrorString(status));
-  const int finishers = 32 + (kNormed ? std::min(static_cast<int>(round_up(site.hidden / 8, 32)), kMostFinishers - 32) : 0);
+  const int finishers = 32 + (kNormed ? std::min(static_cast<int>(round_up(site.hidden / kEach, 32)), kMostFinishers - 32) : 0);
   for (; site.first_row < site.rows; site.first_row += room) {
     const int rows = static_cast<int>(std::min<int64_t>(room, site.rows - site.first_row));
     site.sums = static_cast<float*>(ws), site.norms = site.sums + static_cast<int64_t>(rows) * blocks * (kMixes + 1);

@@ -4,7 +4,7 @@
 
 #include <cuda_bf16.h>
 
-#include "di_fp8.cuh"
+#include "di_fp8_groups.cuh"
 #include "di_launch.cuh"
 #include "di_ptx.cuh"
 
@@ -13,7 +13,8 @@ namespace {
 
 constexpr int kStreams = 4, kMixes = 24, kSums = 26, kRows = 16, kColumns = 16, kGroup = 32;
 constexpr int kWarps = 10, kThreads = kWarps * 32, kWidth = kWarps * kColumns;  // of a block that takes streams
-constexpr int kPitch = kWidth + 4;  // floats from line to line of the projection: the lanes of a load meet different banks
+constexpr int kPitch = 25;  // floats from mix to mix of a warp's sums: the lanes that add them up meet different banks
+constexpr int kRoom = kStreams * kThreads * (4 * sizeof(uint4) + sizeof(uint2));  // bytes of a block's projection, in parts
 constexpr int kSquares = kMixes, kNorm = kMixes + 1;  // the two sums of squares: of the streams, of the collapsed row
 
 struct Site {
@@ -57,36 +58,31 @@ __device__ __forceinline__ void load_weight(float (&to)[4], const Site& site, in
 }
 
 
-// D[16, 8] += A[16, 8] B[8, 8] of float32 bits, of which the unit reads the first 11 mantissa bits.
-__device__ __forceinline__ void multiply(float (&d)[4], const float (&a)[4], float b0, float b1) {
+// D[16, 8] += A[16, 16] B[16, 8] of BF16.
+__device__ __forceinline__ void multiply(float (&d)[4], uint4 a, uint2 b) {
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
-        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-// What the matrix unit leaves out of a float32, exactly.
-__device__ __forceinline__ float left_over(float value) {
-  return value - __uint_as_float(__float_as_uint(value) & 0xFFFFE000u);
+// Four float32 as three times four BF16 whose sums they are, but for what lies below 2^-24 of them.
+__device__ __forceinline__ void split(uint2 (&parts)[3], float4 whole) {
+  float left[4] = {whole.x, whole.y, whole.z, whole.w};
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    parts[i] = narrow(left);
+    float taken[4];
+    widen(taken, parts[i]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) left[c] -= taken[c];
+  }
 }
 
 // One row's coefficients as a thread needs them: how a result and each old stream go into each new stream.
 struct RowMix {
   float4 post, comb[kStreams], pre;
 };
-
-template <bool kPost>
-__device__ __forceinline__ RowMix load_mix(const Site& site, int row) {
-  RowMix mix;
-  mix.pre = reinterpret_cast<const float4*>(site.pre_prev)[row];
-  if constexpr (kPost) {
-    mix.post = reinterpret_cast<const float4*>(site.post)[row];
-#pragma unroll
-    for (int i = 0; i < kStreams; ++i) mix.comb[i] = reinterpret_cast<const float4*>(site.comb)[row * kStreams + i];
-  }
-  return mix;
-}
 
 __device__ __forceinline__ float part(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -135,29 +131,56 @@ __device__ __forceinline__ float reciprocal(float value) {
   return result;
 }
 
+// 2 to the power by which `over` is above `under`, but for their mantissas; both are positive and normal.
+__device__ __forceinline__ float power_between(float over, float under) {
+  return __uint_as_float(0x3F800000u + (__float_as_uint(over) & 0x7F800000u) - (__float_as_uint(under) & 0x7F800000u));
+}
+
+// to[i] = the product of the others of four, times `scale`; returns the product of all four, times `scale`.
+__device__ __forceinline__ float products_of_others(float (&to)[4], const float (&of)[4], float low, float high, float scale) {
+  const float lower = low * scale, upper = high * scale;
+  to[0] = of[1] * upper, to[1] = of[0] * upper, to[2] = of[3] * lower, to[3] = of[2] * lower;
+  return low * upper;
+}
+
 // Alternating division of a positive 4 x 4 matrix k by its column sums and its row sums, each plus eps, `iterations` of them
-// ending with columns. The matrix stays as it was until the end: only factors of rows and columns change.
+// ending with columns. The matrix stays as it was until the end, and there is no division on the way: factors of rows are the
+// reciprocals of sums R, and instead of 1 / R[i] there is the product of the other R times a scale that all share, which the next
+// sums inherit. `of_rows` and `of_columns` are those scales: sums, were they not scaled, are R / of_columns and C / of_rows.
+// They matter to the terms of eps alone, and where the rows begin a power of two keeps them near one.
 __device__ __forceinline__ void sinkhorn(float (&k)[16], float eps, int iterations) {
-  float rows[4] = {1, 1, 1, 1}, columns[4] = {1, 1, 1, 1};
+  if (iterations <= 0) return;
+  float rows[4] = {1, 1, 1, 1}, columns[4], R[4] = {1, 1, 1, 1}, C[4];
+  float of_rows = 1.0f, inverse_of_rows = 1.0f, inverse_of_columns = 1.0f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) C[j] = ((k[j] + k[4 + j]) + (k[8 + j] + k[12 + j])) + eps;
 #pragma unroll 1
-  for (int iteration = 0; iteration < iterations; ++iteration) {
-    if (iteration > 0) {
+  for (int iteration = 1; iteration < iterations; ++iteration) {
+    float low = C[0] * C[1], high = C[2] * C[3];
+    const float of_columns = products_of_others(columns, C, low, high, power_between(of_rows, low * high)) * inverse_of_rows;
+    float least = eps * inverse_of_columns * of_columns;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float sum = columns[0] * k[4 * i];
+    for (int i = 0; i < 4; ++i) {
+      float sum = k[4 * i] * columns[0];
 #pragma unroll
-        for (int j = 1; j < 4; ++j) sum += columns[j] * k[4 * i + j];
-        rows[i] *= reciprocal(rows[i] * sum + eps);
-      }
+      for (int j = 1; j < 4; ++j) sum = fmaf(k[4 * i + j], columns[j], sum);
+      R[i] = fmaf(least, R[i], sum);
     }
+    inverse_of_columns = reciprocal(of_columns);
+    low = R[0] * R[1], high = R[2] * R[3];
+    of_rows = products_of_others(rows, R, low, high, 1.0f) * inverse_of_columns;
+    least = eps * inverse_of_rows * of_rows;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      float sum = rows[0] * k[j];
+      float sum = k[j] * rows[0];
 #pragma unroll
-      for (int i = 1; i < 4; ++i) sum += rows[i] * k[4 * i + j];
-      columns[j] *= reciprocal(columns[j] * sum + eps);
+      for (int i = 1; i < 4; ++i) sum = fmaf(k[4 * i + j], rows[i], sum);
+      C[j] = fmaf(least, C[j], sum);
     }
+    inverse_of_rows = reciprocal(of_rows);
   }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) columns[j] = reciprocal(C[j]);
 #pragma unroll
   for (int i = 0; i < 16; ++i) k[i] *= rows[i / 4] * columns[i % 4];
 }
@@ -167,29 +190,55 @@ __device__ __forceinline__ float sum_of_four_lanes(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
+// What a lane of the warp that makes a row's coefficients reads and writes besides sums: lane l has mix l.
+struct Mix {
+  float scale, base;
+  float* to;     // lanes 0 to 7: of pre and post
+  float4* comb;  // lane 0
+  float eps, share;  // share: one over the number of values whose squares are added
+  int iterations;
+};
+
+__device__ __forceinline__ Mix mix_of(const Site& site, int lane, int64_t row) {
+  const int mix = min(lane, kMixes - 1);
+  Mix of = {site.scale[mix < 4 ? 0 : mix < 8 ? 1 : 2], site.base[mix]};
+  of.to = (lane < 4 ? site.pre : site.post_out) + row * kStreams + lane % 4;
+  of.comb = reinterpret_cast<float4*>(site.comb_out) + row * kStreams;
+  of.eps = site.hc_eps, of.share = __fdividef(1.0f, static_cast<float>(kStreams * site.hidden)), of.iterations = site.iterations;
+  asm volatile("" : "+l"(of.to), "+l"(of.comb), "+f"(of.eps), "+f"(of.share), "+r"(of.iterations));
+  return of;
+}
+
 // A warp turns the sums of one row, [blocks][kMixes + 1], into its coefficients.
-__device__ __forceinline__ void finish_row(const Site& site, const float* sums, int blocks, int64_t row, int lane) {
-  float sum = 0.0f;
-#pragma unroll 32
-  for (int block = 0; block < blocks; ++block) sum += lane <= kMixes ? sums[block * (kMixes + 1) + lane] : 0.0f;
-  const float squares = __shfl_sync(~0u, sum, kSquares);
-  const float factor = rsqrtf(squares / static_cast<float>(kStreams * site.hidden) + site.rms_eps);
-  const int mix = min(lane, kMixes - 1), kind = mix < 4 ? 0 : mix < 8 ? 1 : 2;
-  const float z = sum * factor * site.scale[kind] + site.base[mix];
-  const float gate = 1.0f / (1.0f + expf(-z));
+__device__ __forceinline__ void finish_row(const Site& site, const Mix& mix, const float* sums, int blocks, int lane) {
+  float four[4] = {};
+  const float* from = sums + min(lane, kMixes);
+  int block = 0;
+#pragma unroll 1
+  for (; block + 32 <= blocks; block += 32, from += 32 * (kMixes + 1)) {
+    float each[32];  // all are on their way before the first is added
+#pragma unroll
+    for (int i = 0; i < 32; ++i) each[i] = from[i * (kMixes + 1)];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) four[i % 4] += each[i];
+  }
+#pragma unroll 1
+  for (; block < blocks; ++block, from += kMixes + 1) four[0] += *from;
+  const float sum = (four[0] + four[1]) + (four[2] + four[3]);
+  const float factor = rsqrtf(__shfl_sync(~0u, sum, kSquares) * mix.share + site.rms_eps);
+  const float z = sum * factor * mix.scale + mix.base;
   float highest = fmaxf(z, __shfl_xor_sync(~0u, z, 1));  // lanes 8 to 23 have the logits, four of a row beside each other
   highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-  const float raised = expf(z - highest), share = raised / sum_of_four_lanes(raised) + site.hc_eps;
+  const float raised = expf(z - highest), share = raised * reciprocal(sum_of_four_lanes(raised)) + mix.eps;
+  const float gate = reciprocal(1.0f + expf(-z));
+  if (lane < 8) *mix.to = lane < 4 ? gate + mix.eps : 2.0f * gate;
   float k[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) k[i] = __shfl_sync(~0u, share, 8 + i);
-  sinkhorn(k, site.hc_eps, site.iterations);
-  if (lane < 4) site.pre[row * 4 + lane] = gate + site.hc_eps;
-  else if (lane < 8) site.post_out[row * 4 + lane - 4] = 2.0f * gate;
+  sinkhorn(k, mix.eps, mix.iterations);
   if (lane == 0) {
-    float4* to = reinterpret_cast<float4*>(site.comb_out) + row * 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = {k[4 * i], k[4 * i + 1], k[4 * i + 2], k[4 * i + 3]};
+    for (int i = 0; i < 4; ++i) mix.comb[i] = {k[4 * i], k[4 * i + 1], k[4 * i + 2], k[4 * i + 3]};
   }
 }
 
@@ -210,47 +259,53 @@ __device__ __forceinline__ uint32_t encode_four(uint2 four, uint32_t scale) {
   return fp8_pair(low_half(four.x), high_half(four.x), scale) | fp8_pair(low_half(four.y), high_half(four.y), scale) << 16;
 }
 
-// The block's columns of the projection, by the copy engine: [mix][stream][kPitch] floats. Each lane of one warp calls it.
-__device__ __forceinline__ void fetch_projection(const Site& site, float* room, uint64_t* barrier, int column, int lane) {
-  const uint32_t bytes = min(kWidth, site.hidden - column) * sizeof(float);
-  if (lane == 0) {
-    mbarrier_init(barrier, 1);
-    fence_mbarrier_init();
-    mbarrier_arrive_expect(barrier, bytes * kMixes * kStreams);
+// A warp's columns of the projection, in parts, as a thread hands them to mma.sync; nobody but the thread reads its own.
+// Of mixes 0 to 15 each part is an operand; the first two of mixes 16 to 23 are one, and their third fills half of one.
+struct Projection {
+  uint4* whole;  // [stream][4][kThreads]
+  uint2* half;   // [stream][kThreads]
+  __device__ __forceinline__ explicit Projection(uint8_t* room)
+      : whole(reinterpret_cast<uint4*>(room) + threadIdx.x),
+        half(reinterpret_cast<uint2*>(room + kStreams * 4 * kThreads * sizeof(uint4)) + threadIdx.x) {}
+};
+
+__device__ __forceinline__ void take_projection(const Site& site, const Projection& to, int g, int column) {
+  float4 fn[kStreams][3];  // mixes g, g + 8 and g + 16
+#pragma unroll
+  for (int stream = 0; stream < kStreams; ++stream)
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      fn[stream][i] = __ldg(reinterpret_cast<const float4*>(
+          site.fn + static_cast<int64_t>((g + 8 * i) * kStreams + stream) * site.hidden + column));
+#pragma unroll
+  for (int stream = 0; stream < kStreams; ++stream) {
+    uint2 low[3], high[3], rest[3];
+    split(low, fn[stream][0]), split(high, fn[stream][1]), split(rest, fn[stream][2]);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) to.whole[(stream * 4 + i) * kThreads] = {low[i].x, high[i].x, low[i].y, high[i].y};
+    to.whole[(stream * 4 + 3) * kThreads] = {rest[0].x, rest[1].x, rest[0].y, rest[1].y};
+    to.half[stream * kThreads] = rest[2];
   }
-  __syncwarp();
-  for (int line = lane; line < kMixes * kStreams; line += 32)
-    bulk_copy(room + line * kPitch, site.fn + static_cast<int64_t>(line) * site.hidden + column, bytes, barrier);
 }
 
 // A warp's share of the 24 projections of 16 rows, over its 16 columns of every stream.
-// d: [mixes 0..15 or 16..23][rows 0..7 or 8..15], as mma.sync holds them.
-__device__ __forceinline__ void project(const float* room, const float (&made)[2][kStreams][4], int g, float (&d)[2][2][4]) {
-  float rest[2][2][4] = {};
+// d: [mixes 0..15 or 16..23][rows 0..7 or 8..15], as mma.sync holds them; of mixes 16..23 both halves of d[1] make a sum.
+__device__ __forceinline__ void project(const Projection& from, const uint2 (&made)[2][kStreams], float (&d)[2][2][4]) {
 #pragma unroll
   for (int stream = 0; stream < kStreams; ++stream) {
-    float4 fn[3];  // mixes g, g + 8 and g + 16
 #pragma unroll
-    for (int i = 0; i < 3; ++i) fn[i] = *reinterpret_cast<const float4*>(room + ((g + 8 * i) * kStreams + stream) * kPitch);
-#pragma unroll
-    for (int c = 0; c < 4; c += 2) {
-      const float lower[4] = {part(fn[0], c), part(fn[1], c), part(fn[0], c + 1), part(fn[1], c + 1)};
-      const float upper[4] = {part(fn[2], c), 0.0f, part(fn[2], c + 1), 0.0f};
-      const float lower_rest[4] = {left_over(lower[0]), left_over(lower[1]), left_over(lower[2]), left_over(lower[3])};
-      const float upper_rest[4] = {left_over(upper[0]), 0.0f, left_over(upper[2]), 0.0f};
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        multiply(d[0][half], lower, made[half][stream][c], made[half][stream][c + 1]);
-        multiply(d[1][half], upper, made[half][stream][c], made[half][stream][c + 1]);
-        multiply(rest[0][half], lower_rest, made[half][stream][c], made[half][stream][c + 1]);
-        multiply(rest[1][half], upper_rest, made[half][stream][c], made[half][stream][c + 1]);
+    for (int i = 0; i < 5; ++i) {
+      uint4 a;
+      if (i < 4) {
+        a = from.whole[(stream * 4 + i) * kThreads];
+      } else {
+        const uint2 two = from.half[stream * kThreads];
+        a = {two.x, 0, two.y, 0};
       }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply(d[i / 3][half], a, made[half][stream]);
     }
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) d[0][half][i] += rest[0][half][i], d[1][half][i] += rest[1][half][i];
 }
 
 }  // namespace

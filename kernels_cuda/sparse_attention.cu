@@ -1,19 +1,13 @@
 // sparse_attention: attention of each query row over its window rows and its selected compressed rows, with a sink.
-#include "sparse_attention.cuh"
+#include "sparse_attention_launch.cuh"
 
 namespace {
 
 using namespace di;
 using namespace di::attention;
 
-using Element = Bf16;
-
 enum { Q, WINDOW, BASE, ORIGIN, MODULO, COMPRESSED, TABLE, ROWS, REQUEST, POSITIONS, SINK, COUNT, OUT };
 enum { WINDOW_FORMAT, COMPRESSED_FORMAT, BLOCK_ROWS, WINDOW_TOKENS };
-
-bool rows_of_16(const di_tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[2] == 1 && t.stride[1] % 8 == 0 && t.stride[0] % 8 == 0;
-}
 
 int refusal(const di_tensor* t, const di_params* p, di_error* e) {
   const int64_t formats[2] = {p->i[WINDOW_FORMAT], p->i[COMPRESSED_FORMAT]};
@@ -30,24 +24,6 @@ int refusal(const di_tensor* t, const di_params* p, di_error* e) {
   if (chosen != 0 && (t[COMPRESSED].stride[0] % 16 != 0 || reinterpret_cast<uintptr_t>(t[COMPRESSED].data) % 16 != 0))
     return refuse(e, DI_UNSUPPORTED, "compressed blocks must begin at multiples of 16 bytes");
   return DI_OK;
-}
-
-// The queries as planes of one row's heads, in boxes of 64 heads by 64 values; heads that are not there read as zero.
-bool query_map(CUtensorMap* map, const di_tensor& q) {
-  const cuuint64_t sizes[3] = {kWidth, static_cast<cuuint64_t>(q.shape[1]), static_cast<cuuint64_t>(q.shape[0])};
-  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(2 * q.stride[1]), static_cast<cuuint64_t>(2 * q.stride[0])};
-  const cuuint32_t box[3] = {64, kHeads, 1}, steps[3] = {1, 1, 1};
-  const EncodeTiled encode = tensor_map_encoder();
-  return encode != nullptr && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, q.data, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-template <bool fp4>
-int launch(const Arguments& a, const CUtensorMap& query, cudaStream_t stream, di_error* e) {
-  constexpr auto kernel = attend_rows<Element, fp4>;
-  if (allow_shared<kernel>(sizeof(Shared)) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %zu bytes", sizeof(Shared));
-  kernel<<<min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream>>>(a, query);
-  return finish(e, "sparse_attention");
 }
 
 }  // namespace
@@ -71,9 +47,7 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   a.out_row = t[OUT].stride[0], a.out_head = t[OUT].stride[1];
   a.heads = static_cast<int>(t[Q].shape[1]), a.block_rows = static_cast<int>(p->i[BLOCK_ROWS]);
   a.window_tokens = static_cast<int>(p->i[WINDOW_TOKENS]), a.scale = static_cast<float>(p->d[0]);
-  a.tokens = static_cast<int>(t[Q].shape[0]);
-  CUtensorMap query;
-  if (!query_map(&query, t[Q])) return refuse(e, DI_FAILED, "the driver makes no map of the queries");
-  const auto on = static_cast<cudaStream_t>(stream);
-  return selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16 ? launch<true>(a, query, on, e) : launch<false>(a, query, on, e);
+  a.tokens = static_cast<int>(t[Q].shape[0]), a.block = 1;
+  const bool fp4 = selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16;
+  return (fp4 ? launch<true, false> : launch<false, false>)(a, t[Q], static_cast<cudaStream_t>(stream), e, "sparse_attention");
 }

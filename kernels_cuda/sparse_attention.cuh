@@ -254,7 +254,7 @@ struct Value {
   }
 };
 
-template <class E, bool fp4>
+template <class E, bool fp4, bool drafts>
 __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant__ Arguments a, const __grid_constant__ CUtensorMap query) {
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp < kGatherWarps) {
     registers_down<48>();
-    Gather<E, fp4> gather{a, s, warp, lane};
+    Gather<E, fp4, drafts> gather{a, s, warp, lane};
     gather.run();
   } else if (warp < kGatherWarps + 4) {
     registers_down<64>();

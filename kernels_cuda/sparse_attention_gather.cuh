@@ -47,7 +47,8 @@ struct Unit {
   int step, kind;
 };
 
-template <class E, bool fp4>
+// drafts: the rows selected are those of the query's own draft block, in place of what a list of rows names.
+template <class E, bool fp4, bool drafts>
 struct Gather {
   const Arguments& a;
   Shared& s;
@@ -58,11 +59,11 @@ struct Gather {
   // be listed from is asked for, so that this waits for the block table alone.
   __device__ __forceinline__ void list(int t, int index) {
     const int lane = anew(this->lane), warp = anew(this->warp), thread = 32 * warp + lane;
-    const int request = a.row_to_req[t], position = a.positions[t];
-    const int* rows = a.rows + t * a.rows_pitch;
+    const int request = drafts ? t / a.block : a.row_to_req[t], position = a.positions[drafts ? request : t];
+    const int* rows = drafts ? nullptr : a.rows + t * a.rows_pitch;
     int selected = a.chosen;
 #pragma unroll 1
-    for (int i = thread; i < a.chosen; i += kFinds * kGather) {
+    for (int i = thread; i < a.chosen && !drafts; i += kFinds * kGather) {
       int row[kFinds];
 #pragma unroll
       for (int j = 0; j < kFinds; ++j) row[j] = i + j * kGather < a.chosen ? rows[i + j * kGather] : 0;
@@ -100,7 +101,7 @@ struct Gather {
       s.window_of[index % kLists] = window, s.keys_of[index % kLists] = keys;
       mbarrier_arrive(&s.listed[index % kLists]);
     }
-    if (t + gridDim.x < a.tokens) {
+    if (!drafts && t + gridDim.x < a.tokens) {
       const int next = t + gridDim.x;
       if (32 * thread < a.chosen) prefetch_line(a.rows + next * a.rows_pitch + 32 * thread);
       if (thread == 0) prefetch_line(a.row_to_req + next), prefetch_line(a.positions + next);
@@ -110,6 +111,12 @@ struct Gather {
 
   // Offsets of the selected rows i, i + 128, i + 256 and i + 384.
   __device__ __forceinline__ void find(const int* rows, int request, int i, int selected, uint32_t (&found)[kFinds]) const {
+    if constexpr (drafts) {
+#pragma unroll
+      for (int j = 0; j < kFinds; ++j)
+        found[j] = static_cast<uint32_t>((static_cast<int64_t>(request) * a.block + i + j * kGather) * a.block_pitch >> 4);
+      return;
+    }
     const int* table = a.block_table + request * a.table_pitch;
     int row[kFinds], block[kFinds];
 #pragma unroll

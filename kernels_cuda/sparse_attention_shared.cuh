@@ -24,6 +24,7 @@ struct Arguments {
   int64_t window_pitch, block_pitch;  // Bytes.
   int64_t table_pitch, rows_pitch;    // Elements.
   int tokens, heads, chosen, block_rows, window_tokens;
+  int block;  // Query rows of what `count` counts: one, or a request's draft block.
   float scale;
 };
 
@@ -62,7 +63,7 @@ __device__ __forceinline__ void hold(uint4& v, uint32_t& w) {
 }
 
 __device__ __forceinline__ int rows_of(const Arguments& a) {
-  return a.count == nullptr ? a.tokens : max(0, min(*a.count, a.tokens));
+  return a.count == nullptr ? a.tokens : max(0, min(*a.count * a.block, a.tokens));
 }
 __device__ __forceinline__ int steps_of(int keys) { return (keys + kStep - 1) / kStep; }
 

@@ -1,4 +1,4 @@
-"""Which calls the CUDA C++ kernels of a layer's small ops take, and what the benchmark of those ops runs."""
+"""Which calls the CUDA C++ kernels of a layer's small ops and of sampling take, and what the benchmark of those ops runs."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,8 @@ import torch
 from deepinfer_cuda import native
 from deepinfer_hal.card import get_card
 from deepinfer_hal.kernel import CallSpec, No, Yes
+from deepinfer_hal.statics import call_spec
+from deepinfer_hal.weights import prepare_canonical
 
 sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in ("tools", "tools/cuda")]
 
@@ -26,6 +28,44 @@ def test_a_kernel_says_beforehand_which_calls_it_leaves_to_the_portable_one(op, 
     assert isinstance(said, answer)
     if answer is No:
         assert all(f"{name} is {value!r}" in said.reason for name, value in changed.items())
+
+
+SERVED = {
+    "quantise": {"x": "bf16", "format": "fp8_32"},
+    "swiglu_quantise": {"gate_up": "bf16", "out": "u8"},
+    "top_logprobs": {"k": 20},
+    "draft_attention": {"q": "bf16", "out": "bf16", "D": 512, "window_format": "fp8_32", "h": 64},
+    "mask_logits": {},
+}
+
+
+@pytest.mark.parametrize(("op", "changed"), [
+    ("quantise", {"x": "f32"}), ("quantise", {"format": "fp4_16"}), ("swiglu_quantise", {"out": "bf16"}),
+    ("swiglu_quantise", {"gate_up": "f32"}), ("top_logprobs", {"k": 257}), ("draft_attention", {"window_format": "f32"}),
+    ("draft_attention", {"h": 65}), ("draft_attention", {"D": 256}), ("draft_attention", {"q": "f32"}),
+])  # fmt: skip
+def test_what_a_kernel_was_not_written_for_is_refused_by_name(op, changed):
+    said = native.supports(CallSpec(op, SERVED[op] | changed))
+    assert isinstance(said, No) and all(name in said.reason and str(value) in said.reason for name, value in changed.items())
+    assert native.supports(CallSpec(op, SERVED[op])) == Yes()
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, known in SERVED.items() for name in known])
+def test_what_a_binding_leaves_open_is_not_promised(op, name):
+    assert isinstance(native.supports(CallSpec(op, {key: value for key, value in SERVED[op].items() if key != name})), No)
+
+
+@pytest.mark.parametrize(("op", "served"), [
+    ("quantise", lambda p: p["dtype"] == "bf16" and p["format"] == "fp8_32"),
+    ("swiglu_quantise", lambda p: p["x"] == "bf16" and p["out"] == "u8"),
+    ("draft_attention", lambda p: p["dtype"] == "bf16" and p["format"] == "fp8_32"),
+    ("top_logprobs", lambda p: p["k"] <= 256),
+])  # fmt: skip
+def test_of_a_cards_cases_those_of_the_kernels_types_are_served(op, served):
+    card = get_card(op)
+    for case in card.enumerate_cases():
+        answer = native.supports(call_spec(card, card.generate(case, 0, "cpu", prepare_canonical)))
+        assert isinstance(answer, Yes) == served(case.params), case.id
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from deepinfer_hal.workspaces import StreamWorkspaces
 from deepinfer_cuda import weights
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
 from deepinfer_cuda.serves_linear import serves_linear
-from deepinfer_cuda.small_ops import serves_site
+from deepinfer_cuda.small_ops import serves_quantise, serves_site, serves_swiglu, serves_top_logprobs
 
 WORKSPACE_BYTES = 256 << 20
 PRIORITY = 100
@@ -81,6 +81,15 @@ def _sparse_attention(call: CallSpec) -> Yes | No:
     return Yes()
 
 
+def _draft_attention(call: CallSpec) -> Yes | No:
+    """The tile of sparse_attention: up to 64 heads of 512 in BF16, over rows of fp8_32."""
+    known = call.statics
+    for name, value in {"q": "bf16", "out": "bf16", "D": 512, "window_format": "fp8_32"}.items():
+        if known.get(name) != value:
+            return No(f"it serves {name} of {value}, not {known.get(name, 'what is not known yet')}")
+    return Yes() if 1 <= known.get("h", 0) <= 64 else No(f"it serves up to 64 heads, not h = {known.get('h')}")
+
+
 def _score_index(call: CallSpec) -> Yes | No:
     """It serves every call, but what is not MXFP4 on both sides one product at a time, where the portable kernel has tiles."""
     for name, known in (("q", ("u8", "mxfp4_32")), ("format", ("mxfp4_32",))):
@@ -95,14 +104,19 @@ def _everything(call: CallSpec) -> Yes:
 
 
 _SUPPORTS = {
+    "draft_attention": _draft_attention,
     "grouped_gemm": _grouped_gemm,
     "grouped_linear": serves_linear,
     "hyper_connection_pre": serves_site,
     "linear": serves_linear,
+    "mask_logits": _everything,
+    "quantise": serves_quantise,
     "residual_site": serves_site,
     "sparse_attention": _sparse_attention,
     "score_index": _score_index,
     "select_candidate_blocks": _everything,
     "select_topk": _everything,
+    "swiglu_quantise": serves_swiglu,
+    "top_logprobs": serves_top_logprobs,
 }
 """By op: its answer. An op without one is not offered."""

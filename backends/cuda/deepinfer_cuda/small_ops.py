@@ -1,4 +1,4 @@
-"""Which calls the CUDA C++ kernels of a layer's small ops take; the Triton kernels take the others.
+"""Which calls the CUDA C++ kernels of a layer's small ops and of sampling take; the Triton kernels take the others.
 
 A binding that does not say what decides is refused, and asked again with the statics of the call.
 """
@@ -15,3 +15,31 @@ def serves_site(call: CallSpec) -> Yes | No:
             return No(f"{name} is {call.statics.get(name)!r}; the kernel knows {known!r}")
     hidden = call.statics.get("H")
     return Yes() if hidden is not None and hidden % 32 == 0 else No(f"H is {hidden}; the kernel takes multiples of 32")
+
+
+def _only(call: CallSpec, **known: str) -> No | None:
+    """A refusal where a static is not the one value that the kernel serves."""
+    for name, value in known.items():
+        if call.statics.get(name) != value:
+            return No(f"{name} is {call.statics.get(name)!r}; the kernel knows {value!r}")
+    return None
+
+
+def serves_quantise(call: CallSpec) -> Yes | No:
+    """quantise: BF16 rows to fp8_32."""
+    return _only(call, x="bf16", format="fp8_32") or Yes()
+
+
+def serves_swiglu(call: CallSpec) -> Yes | No:
+    """swiglu_quantise: BF16 rows to codes of fp8_32."""
+    return _only(call, gate_up="bf16", out="u8") or Yes()
+
+
+MOST_BEST = 256
+"""Tokens of a row that top_logprobs puts in order."""
+
+
+def serves_top_logprobs(call: CallSpec) -> Yes | No:
+    """top_logprobs: up to MOST_BEST tokens a row."""
+    k = call.statics.get("k")
+    return Yes() if k is not None and k <= MOST_BEST else No(f"k is {k}; the kernel takes up to {MOST_BEST}")

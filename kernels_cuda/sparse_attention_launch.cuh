@@ -1,0 +1,33 @@
+// Host side of the kernel of sparse_attention and draft_attention.
+#pragma once
+
+#include "sparse_attention.cuh"
+
+namespace di::attention {
+
+// Whether every head begins at a multiple of 16 bytes.
+inline bool rows_of_16(const di_tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[2] == 1 && t.stride[1] % 8 == 0 && t.stride[0] % 8 == 0;
+}
+
+// The queries as planes of one row's heads, in boxes of 64 heads by 64 values; heads that are not there read as zero.
+inline bool query_map(CUtensorMap* map, const di_tensor& q) {
+  const cuuint64_t sizes[3] = {kWidth, static_cast<cuuint64_t>(q.shape[1]), static_cast<cuuint64_t>(q.shape[0])};
+  const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(2 * q.stride[1]), static_cast<cuuint64_t>(2 * q.stride[0])};
+  const cuuint32_t box[3] = {64, kHeads, 1}, steps[3] = {1, 1, 1};
+  const EncodeTiled encode = tensor_map_encoder();
+  return encode != nullptr && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, q.data, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <bool fp4, bool drafts>
+int launch(const Arguments& a, const di_tensor& q, cudaStream_t stream, di_error* e, const char* name) {
+  CUtensorMap query;
+  if (!query_map(&query, q)) return refuse(e, DI_FAILED, "the driver makes no map of the queries");
+  constexpr auto kernel = attend_rows<Bf16, fp4, drafts>;
+  if (allow_shared<kernel>(sizeof(Shared)) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %zu bytes", sizeof(Shared));
+  kernel<<<min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream>>>(a, query);
+  return finish(e, name);
+}
+
+}  // namespace di::attention
