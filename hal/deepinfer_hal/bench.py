@@ -37,7 +37,9 @@ from deepinfer_hal.statics import call_spec
 from deepinfer_hal.weights import prepare_canonical
 
 _BEYOND_CACHE = 1.5
-_MOST_BUFFERS = 4096
+_MOST_BUFFERS, _FEW_BUFFERS = 4096, 512
+"""Of a call that touches so little that even the most would fit a cache there are few: more would only take time."""
+
 _BYTES_PER_ELEMENT, _BYTES_PER_GATHERED = 20, 8
 """Host memory at the peak of a case: drawn and stored, laid out in float32, expanded to float64 by the reference."""
 
@@ -319,9 +321,10 @@ class _Bench:
     def _buffers(self, problem: Problem, case: BenchCase, touched: int) -> tuple[list[tuple[Any, ...]], int]:
         """Sets of arguments, each in memory of its own, that together exceed the cache where memory allows; and their bytes."""
         wanted = math.ceil(_BEYOND_CACHE * self.budget.cache_bytes / max(touched, 1))
+        wanted = _FEW_BUFFERS if wanted > _MOST_BUFFERS else wanted
         first = problem.place()
         each = max(_set_bytes(problem, first.args, case.gathered > 0), 1)
-        count = max(1, min(wanted, _MOST_BUFFERS, self.budget.memory_bytes // (2 * each)))
+        count = max(1, min(wanted, self.budget.memory_bytes // (2 * each)))
         return [_buffer(problem, first if number == 0 else first.twin(), number, case) for number in range(count)], count * each
 
 

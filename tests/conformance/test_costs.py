@@ -37,6 +37,15 @@ def test_the_size_of_a_store_does_not_count_only_what_a_call_touches(op, store):
     assert card.cost(larger) == card.cost(args)
 
 
+def test_a_rotation_moves_the_rotated_dims_alone():
+    card = all_cards()["rope"]
+    narrow, wide = (
+        card.generate(Case("rope", dict(T=3, h=4, D=width, r=64, dtype="bf16", inverse=False)), SEED, CPU, None)
+        for width in (64, 512)
+    )
+    assert card.cost(narrow) == card.cost(wide) and card.cost(wide).bytes > 2 * narrow["x"].nbytes
+
+
 def test_a_step_of_one_token_does_not_touch_its_whole_carry_ring():
     card = all_cards()["compress_kv"]
     steps = {

@@ -38,6 +38,12 @@ def rope_rows_bytes(args: Args) -> int:
     return args["positions"].numel() * args["table"].shape[1] * 4
 
 
+def rotated_bytes(args: Args) -> int:
+    """The last r dims of each head, read and written; the others stay where they are."""
+    tokens, heads, _ = args["x"].shape
+    return 2 * tokens * heads * args["table"].shape[1] * args["x"].element_size()
+
+
 def mixing_cost(args: Args) -> Cost:
     """Every argument once; the product that makes a token's mixing coefficients from its streams."""
     return Cost(default_cost(args).bytes, 2 * args["streams"].shape[0] * args["fn"].numel())

@@ -12,7 +12,7 @@ import torch
 from deepinfer_hal.card import COUNT, Case, OpCard, Tolerance, inout, register, scalar, sum_tolerance, tensor
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.ops import _common as c
-from deepinfer_hal.ops._cost import rope_rows_bytes, touching
+from deepinfer_hal.ops._cost import rope_rows_bytes, rotated_bytes, touching
 
 
 def rope(
@@ -101,6 +101,6 @@ CARD = register(
         check=_check,
         enumerate_cases=_cases,
         generate=_generate,
-        cost=touching(table=rope_rows_bytes),
+        cost=touching(table=rope_rows_bytes, x=rotated_bytes),
     )
 )
