@@ -33,20 +33,20 @@ __device__ __forceinline__ int index_live_rows(const IndexCall& c) {
 }
 
 // Consecutive rows of one request inside a window of kIndexWindow rows; with candidates every row is by itself.
-// `seen`: columns to score, the most of its rows.
+// `seen`: columns to score, the most of its rows. No rows: none.
 struct IndexRun {
   int first, rows, request, seen;
 };
 
 // Work of a run: tiles to score, then tiles that only get -inf. A tile costs about a row's more than its rows.
 struct IndexWork {
-  int tiles, fills;
-  int64_t tile_cost, fill_cost, cost;
+  int tiles, fills, tile_cost, fill_cost, cost;
 };
 
 __device__ __forceinline__ IndexWork index_work(const IndexCall& c, const IndexRun& run) {
   const int all = (c.columns + kIndexTile - 1) / kIndexTile;
-  IndexWork w;
+  IndexWork w{};
+  if (run.rows == 0) return w;
   w.tiles = c.candidates != nullptr ? all : (run.seen + kIndexTile - 1) / kIndexTile;
   w.fills = all - w.tiles;
   w.tile_cost = 32 * run.rows + 32;
@@ -55,61 +55,73 @@ __device__ __forceinline__ IndexWork index_work(const IndexCall& c, const IndexR
   return w;
 }
 
-// Calls visit(run) for the runs of a window, in order, by a whole warp that stays together.
-template <typename Visit>
-__device__ __forceinline__ void index_runs(const IndexCall& c, int window, int live, Visit visit) {
+// The runs of a window, each in the lane of its first row, by a whole warp that stays together.
+__device__ __forceinline__ IndexRun index_run_of_lane(const IndexCall& c, int window, int live) {
   constexpr uint32_t kAll = 0xFFFFFFFFu;
   const int lane = threadIdx.x % 32, base = c.first_row + window * kIndexWindow, inside = max(0, min(kIndexWindow, live - base));
-  int request = -1, seen = 0;
+  IndexRun run{base + lane, 0, -1, 0};
   if (lane < inside) {
-    request = c.row_to_req[base + lane];
-    seen = max(0, min(c.visible[base + lane], c.columns));
+    run.request = c.row_to_req[base + lane];
+    run.seen = max(0, min(c.visible[base + lane], c.columns));
   }
-  const int before = __shfl_up_sync(kAll, request, 1);
-  uint32_t starts = __ballot_sync(kAll, lane < inside && (lane == 0 || request != before || c.candidates != nullptr));
-  while (starts != 0) {
-    const int first = __ffs(starts) - 1;
-    starts &= starts - 1;
-    const int end = starts != 0 ? __ffs(starts) - 1 : inside;
-    IndexRun run;
-    run.first = base + first;
-    run.rows = end - first;
-    run.request = __shfl_sync(kAll, request, first);
-    run.seen = __reduce_max_sync(kAll, lane >= first && lane < end ? seen : 0);
-    if (run.request >= 0) visit(run);
+  const int before = __shfl_up_sync(kAll, run.request, 1);
+  const bool starts = lane < inside && (lane == 0 || run.request != before || c.candidates != nullptr);
+  const uint32_t later = __ballot_sync(kAll, starts) & ~((2u << lane) - 1);  // starts behind this lane
+  const int end = later != 0 ? __ffs(later) - 1 : inside;
+#pragma unroll
+  for (int step = 1; step < kIndexWindow; step *= 2) {
+    const int other = __shfl_down_sync(kAll, run.seen, step);
+    if (lane + step < end) run.seen = max(run.seen, other);
   }
+  if (starts && run.request >= 0) run.rows = end - lane;
+  return run;
 }
 
 __device__ __forceinline__ int64_t index_window_cost(const IndexCall& c, int window, int live) {
-  int64_t cost = 0;
-  index_runs(c, window, live, [&](const IndexRun& run) { cost += index_work(c, run).cost; });
-  return cost;
+  return __reduce_add_sync(0xFFFFFFFFu, index_work(c, index_run_of_lane(c, window, live)).cost);
 }
 
-__device__ __forceinline__ int index_part(int64_t from, int64_t step, int limit) {
-  return from <= 0 ? 0 : static_cast<int>(min(static_cast<int64_t>(limit), (from + step - 1) / step));
+// Pieces of `step` that start before `from`, of `limit`.
+__device__ __forceinline__ int index_part(int from, int step, int limit) {
+  return from <= 0 ? 0 : min(limit, (from + step - 1) / step);
 }
 
-// The share of all work from share[0] to share[1], as visit(run, first tile, end, first fill tile, end). `starts`: prefix sums of the
-// windows' costs.
+// The share of all work from share[0] to share[1], as visit(run, first tile, end, first fill tile, end). `starts`: prefix sums of
+// the windows' costs.
 template <typename Visit>
 __device__ __forceinline__ void index_share(const IndexCall& c, const int64_t* starts, int windows, int live,
                                             const int64_t (&share)[2], Visit visit) {
+  constexpr uint32_t kAll = 0xFFFFFFFFu;
+  const int lane = threadIdx.x % 32;
   int window = 0;
   while (window + 1 < windows && starts[window + 1] <= share[0]) ++window;
   for (; window < windows && starts[window] < share[1]; ++window) {
-    int64_t at = starts[window];
-    index_runs(c, window, live, [&](const IndexRun& run) {
-      const IndexWork w = index_work(c, run);
-      const int64_t tiles_at = at, fills_at = at + w.tiles * w.tile_cost;
-      at += w.cost;
-      const int64_t low = share[0], high = share[1];
-      if (at <= low || tiles_at >= high) return;  // before the divisions, which take long
-      const int first = index_part(low - tiles_at, w.tile_cost, w.tiles), end = index_part(high - tiles_at, w.tile_cost, w.tiles);
-      const int fill = index_part(low - fills_at, w.fill_cost, w.fills);
-      const int fill_end = index_part(high - fills_at, w.fill_cost, w.fills);
-      if (first < end || fill < fill_end) visit(run, first, end, w.tiles + fill, w.tiles + fill_end);
-    });
+    const int64_t all = starts[window + 1] - starts[window];
+    const IndexRun run = index_run_of_lane(c, window, live);
+    const IndexWork w = index_work(c, run);
+    int at = w.cost;
+#pragma unroll
+    for (int step = 1; step < kIndexWindow; step *= 2) {
+      const int other = __shfl_up_sync(kAll, at, step);
+      if (lane >= step) at += other;
+    }
+    at -= w.cost;
+    const int low = static_cast<int>(max(static_cast<int64_t>(0), share[0] - starts[window])) - at;
+    const int high = static_cast<int>(min(all, share[1] - starts[window])) - at, fills_at = w.tiles * w.tile_cost;
+    int first = 0, end = 0, fill = 0, fill_end = 0;
+    if (run.rows > 0 && low < w.cost && high > 0) {
+      first = index_part(low, w.tile_cost, w.tiles), end = index_part(high, w.tile_cost, w.tiles);
+      fill = w.tiles + index_part(low - fills_at, w.fill_cost, w.fills);
+      fill_end = w.tiles + index_part(high - fills_at, w.fill_cost, w.fills);
+    }
+    uint32_t hits = __ballot_sync(kAll, first < end || fill < fill_end);
+    while (hits != 0) {
+      const int of = __ffs(hits) - 1;
+      hits &= hits - 1;
+      const auto its = [&](int value) { return __shfl_sync(kAll, value, of); };
+      const IndexRun all_know{its(run.first), its(run.rows), its(run.request), its(run.seen)};
+      visit(all_know, its(first), its(end), its(fill), its(fill_end));
+    }
   }
 }
 

@@ -213,6 +213,13 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t address) {
   return v;
 }
 
+// Four 8 x 8 matrices of 16-bit elements: lane l names row l % 8 of matrix l / 8, 16 bytes, and gets of each matrix word l % 4 of
+// row l / 4.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
+}
+
 // Asks for the line of an address, which must be one that may be read.
 __device__ __forceinline__ void prefetch_line(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 

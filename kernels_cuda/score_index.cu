@@ -7,8 +7,8 @@
 // Heads: lane c of a quad adds heads 2c, 2c + 1, 2c + 8, ... in ascending order, then ((lane 0 + 1) + (lane 2 + 3)).
 //
 // A tile is 64 keys, the M of a wgmma, in registers; the 32 heads of one query row are its N, in shared memory. A block of
-// threads keeps up to 16 rows of one request and lets the request's keys stream by: one warp for each warpgroup of consumers
-// copies tiles into a ring, and these take them in turn. The work is cut into equal shares on the device by what `visible`
+// threads keeps up to 16 rows of one request and lets the request's keys stream by: four warps copy tiles into a ring, and four
+// warpgroups take them in turn. The work is cut into equal shares on the device by what `visible`
 // says (di_index.cuh).
 #include "di_launch.cuh"
 #include "score_index_any.cuh"
@@ -17,45 +17,48 @@
 namespace di {
 namespace {
 
-// This thread's share of a visit: tiles `first`, `first` + kStep, ... of `end` columns, from ring place `index` on.
+// This warpgroup's share of a visit: columns from `first` on, every kStep, to `end`.
 struct Share {
   static constexpr int kStep = kConsumers * kIndexTile;
   int first, end;
-  uint32_t index;
-  float* out;
+  Turn turn;
 
-  __device__ __forceinline__ Share(const IndexCall& c, const Visit& visit, const Lane& l) {
-    const uint32_t group = threadIdx.x / 128, skip = (group + kConsumers - visit.before % kConsumers) % kConsumers;
-    first = (visit.first + skip) * kIndexTile, end = visit.end * kIndexTile, index = visit.before + skip;
-    out = c.scores + visit.run.first * c.scores_stride + first + l.place;
+  __device__ __forceinline__ explicit Share(const Visit& visit) : turn{visit.before + skip(visit)} {
+    first = (visit.first + skip(visit)) * kIndexTile, end = visit.end * kIndexTile;
   }
-  __device__ __forceinline__ void advance() { first += kStep, index += kConsumers, out += kStep; }
+  // Tiles until its next in the ring.
+  static __device__ __forceinline__ uint32_t skip(const Visit& visit) {
+    return (threadIdx.x / 128 + kConsumers - visit.before % kConsumers) % kConsumers;
+  }
+  __device__ __forceinline__ void advance() { first += kStep, turn.advance(); }
 };
 
 // A run of one row: every tile once.
 template <bool pool>
 __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
-  const int visible = s.visible[0], columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0;
-  for (Share at(c, visit, l); at.first < at.end; at.advance()) {
+  const int visible = s.visible[0];
+  const KeptWeights weights(StoredWeights(s, 0));
+  const int columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0;
+  Share at(visit);
+  float* out = c.scores + visit.run.first * c.scores_stride + at.first + l.place;
+  for (; at.first < at.end; at.advance(), out += Share::kStep) {
     KeyTile tile;
-    const int key = take_tile<pool>(c, s, l, at.index, at.first, tile);
-    const float score = score_row(tile, s, l, 0);
-    if (at.first < columns) *at.out = key < visible ? score : kNoScore;
+    const int key = take_tile<pool>(c, s, l, at.turn, at.first, tile);
+    const float score = score_row(tile, s, l, 0, weights);
+    if (at.first < columns) *out = key < visible ? score : kNoScore;
   }
 }
 
 // Several rows: a tile is expanded once for all of them.
 __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
-  const int rows = visit.run.rows, columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0;
-  for (Share at(c, visit, l); at.first < at.end; at.advance()) {
+  for (Share at(visit); at.first < at.end; at.advance()) {
     KeyTile tile;
-    const int key = take_tile<false>(c, s, l, at.index, at.first, tile);
-    const bool mine = at.first < columns;
-    float* out = at.out;
-    for (int r = 0; r < rows; ++r, out += c.scores_stride) {
+    const int key = take_tile<false>(c, s, l, at.turn, at.first, tile);
+    float* out = c.scores + visit.run.first * c.scores_stride + key;
+    for (int r = 0; r < visit.run.rows; ++r, out += c.scores_stride) {
       const int seen = s.visible[r];
-      const float score = at.first < seen ? score_row(tile, s, l, r) : kNoScore;
-      if (mine) *out = key < seen ? score : kNoScore;
+      const float score = at.first < seen ? score_row(tile, s, l, r, StoredWeights(s, r)) : kNoScore;
+      if (threadIdx.x % 4 < 2 && key < c.columns) *out = key < seen ? score : kNoScore;
     }
   }
 }
@@ -68,12 +71,12 @@ __device__ __forceinline__ void fill_columns(const IndexCall& c, const IndexRun&
   }
 }
 
-// ---- the warps that copy, one for each group of consumers: lane l knows piece l of the next 32 pieces
+// ---- the warps that copy, each every fourth tile: lane l knows piece l of the next 32 pieces
 
 __device__ __forceinline__ void copy_tiles(const IndexCall& c, const CUtensorMap* map, const IndexRun& run, Shared& s, int first,
                                            int end, uint32_t& index) {
   const int lane = threadIdx.x % 32, piece_rows = 1 << c.piece_shift, pieces = kIndexTile >> c.piece_shift, tiles = 32 / pieces;
-  const uint32_t mine_of = threadIdx.x / 32 % 4;
+  const uint32_t mine_of = threadIdx.x / 32 % kProducers;
   const uint32_t bytes = piece_rows * (kCodes + kGroups);
   for (int base = first; base < end; base += tiles) {
     const int tile = base + lane / pieces, column = tile * kIndexTile + lane % pieces * piece_rows;
@@ -87,7 +90,7 @@ __device__ __forceinline__ void copy_tiles(const IndexCall& c, const CUtensorMap
     const int block = there ? c.block_table[run.request * c.table_stride + row / c.block_rows] : 0, inside = row % c.block_rows;
     const uint32_t valid = __ballot_sync(0xFFFFFFFFu, there);
     for (int t = 0; t < tiles && base + t < end; ++t, ++index) {
-      if (index % kConsumers != mine_of) continue;
+      if (index % kProducers != mine_of) continue;
       const uint32_t stage = index % kStages;
       const int piece = lane - t * pieces;
       const bool mine = piece >= 0 && piece < pieces;
@@ -132,7 +135,7 @@ __device__ __forceinline__ void plan(const IndexCall& c, Shared& s, int windows,
   }
 }
 
-__device__ __forceinline__ void tell(const Visit& visit, Shared& s, int number) {
+__device__ __forceinline__ void tell(const IndexCall& c, const Visit& visit, Shared& s, int number) {
   const int slot = number % kVisits;
   mbarrier_wait(&s.visit_empty[slot], (number / kVisits & 1) ^ 1);
   if (threadIdx.x % 32 == 0) {
@@ -140,17 +143,26 @@ __device__ __forceinline__ void tell(const Visit& visit, Shared& s, int number) 
     mbarrier_arrive(&s.visit_full[slot]);
   }
   __syncwarp();
+  const int head = threadIdx.x % 32, weight_bytes = c.weights_bf16 ? 2 : 4;
+  const int rows = head < c.heads ? visit.run.rows : 0;  // their queries are under way when the consumers come to them
+#pragma unroll 1
+  for (int row = visit.run.first; row < visit.run.first + rows; ++row) {
+    prefetch_line(c.q + row * c.q_stride + head * c.q_head_stride);
+    prefetch_line(c.q_scale + row * c.q_scale_stride + head * c.q_scale_head_stride);
+    const int64_t weight = row * c.weights_stride + head * c.weights_head_stride;
+    prefetch_line(static_cast<const uint8_t*>(c.weights) + weight * weight_bytes);
+  }
 }
 
 __device__ __forceinline__ void produce(const IndexCall& c, const CUtensorMap* map, Shared& s, int windows, int live) {
-  const bool tells = threadIdx.x / 32 % 4 == 0;
+  const bool tells = threadIdx.x / 32 % kProducers == 0;
   uint32_t index = 0;
   int number = 0;
   index_share(c, s.starts, windows, live, s.share, [&](const IndexRun& run, int first, int end, int fill, int fill_end) {
-    if (tells) tell({run, first, end, fill, fill_end, index}, s, number++);
+    if (tells) tell(c, {run, first, end, fill, fill_end, index}, s, number++);
     copy_tiles(c, map, run, s, first, end, index);
   });
-  if (tells) tell({}, s, number);
+  if (tells) tell(c, {}, s, number);
 }
 
 __device__ __forceinline__ void consume(const IndexCall& c, Shared& s) {
@@ -178,6 +190,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     score_index_kernel(const __grid_constant__ IndexCall c, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
+  start_dependents();
+  wait_for_producer();
   const int live = index_live_rows(c), here = max(0, min(live - c.first_row, kIndexWindows * kIndexWindow));
   const int windows = (here + kIndexWindow - 1) / kIndexWindow;
   if (threadIdx.x < kStages) {
@@ -193,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x / 128 == kConsumers) {
     registers_down<kProducerRegisters>();
-    if (threadIdx.x / 32 % 4 < kConsumers) produce(c, &map, s, windows, live);
+    produce(c, &map, s, windows, live);
   } else {
     registers_up<kConsumerRegisters>();
     consume(c, s);
@@ -236,7 +250,7 @@ int score_index_fast(IndexCall c, const di_tensor& cache, cudaStream_t stream, d
   if (!codes_map(&map, cache, c.block_rows, piece_rows)) return refuse(e, DI_FAILED, "the driver refuses a map of the cache");
   if (allow_shared<score_index_kernel>(bytes) != cudaSuccess) return finish(e, "score_index");
   for (c.first_row = 0; c.first_row < c.rows; c.first_row += kIndexWindows * kIndexWindow) {
-    score_index_kernel<<<multiprocessors(), kThreads, bytes, stream>>>(c, map);
+    launch_early(score_index_kernel, multiprocessors(), kThreads, bytes, stream, c, map);
   }
   return finish(e, "score_index");
 }

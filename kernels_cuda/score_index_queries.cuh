@@ -10,8 +10,10 @@ namespace {
 constexpr int kHeads = 32, kGroups = 4, kCodes = 64;  // kCodes: bytes of a key's codes
 constexpr int kLowestShift = -8, kTopShift = 6;       // e4m3 holds e2m1 times 2^shift exactly
 constexpr int kLeastPlain = 112, kMostPlain = 143;    // ue8m0 codes from which no sum leaves the range of float
-constexpr int kConsumers = 3, kConsumerRegisters = 152, kProducerRegisters = 56;  // warpgroups that compute
-constexpr int kThreads = 128 * (kConsumers + 1), kStages = 15, kVisits = 4, kPieces = 8;
+constexpr int kConsumers = 4, kConsumerRegisters = 104, kProducerRegisters = 64;  // warpgroups that compute; one copies
+constexpr int kProducers = 4;  // its warps
+constexpr int kAtOnce = 2;     // groups whose products are under way at a time; more would need more registers
+constexpr int kThreads = 128 * (kConsumers + 1), kStages = 32, kVisits = 4, kPieces = 8;
 constexpr int kQueriesReady = 1;  // named barrier of the consumers
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8),
               "the block starts with that many registers; waiting for more would never end");

@@ -12,20 +12,31 @@ namespace {
 constexpr uint64_t kDescriptorHigh = static_cast<uint64_t>(kSwizzle128) << 30 | 1024 >> 4;
 
 struct Lane {
-  uint32_t at;       // where its word of the first group lies in a tile of keys
-  uint32_t key;      // its first key in the tile; the second is 8 further
+  uint32_t keys;     // address of the 16 bytes of codes that it names for ldmatrix, in the ring's first tile
+  uint32_t scales;   // address there of the scales of its first key; the second is 8 further
+  uint32_t full;     // address of the first tile's barrier
   int place;         // of the key in the tile whose score it has in the end
   uint32_t queries;  // low half of the descriptor of the first query row
 };
 
+// Where a warpgroup is in the ring of tiles.
+struct Turn {
+  uint32_t index;
+
+  __device__ __forceinline__ uint32_t stage() const { return index % kStages; }
+  __device__ __forceinline__ uint32_t phase() const { return index / kStages & 1; }
+  __device__ __forceinline__ void advance() { index += kConsumers; }
+};
+
 __device__ __forceinline__ Lane lane_of_thread(const Shared& s) {
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16, row = first + lane / 4;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16, row = first + lane % 8, group = lane / 8;
   Lane l;
-  l.at = row / 2 * 128 + (((row & 1) << 2 ^ (row >> 1 & 7)) << 4) + 4 * (lane % 4);
-  l.key = row;
+  l.keys = shared_address(s.keys[0]) + row / 2 * 128 + ((((row & 1) << 2 | group) ^ (row >> 1 & 7)) << 4);
+  l.scales = shared_address(&s.scales[0][first + lane / 4]);
+  l.full = shared_address(&s.full[0]);
   l.place = first + lane / 4 + 8 * (lane & 1);
   l.queries = static_cast<uint32_t>(wgmma_descriptor128(s.queries[0]));
-  asm volatile("" : "+r"(l.at), "+r"(l.key), "+r"(l.place), "+r"(l.queries));  // kept, not worked out again
+  asm volatile("" : "+r"(l.keys), "+r"(l.scales), "+r"(l.full), "+r"(l.queries));  // kept, not worked out again
   return l;
 }
 
@@ -37,13 +48,14 @@ struct KeyScales {
   float ratio[kGroups];
 };
 
-__device__ __forceinline__ bool take_scales(uint32_t codes, KeyScales& scales) {
+// Returns no bits where the scales are plain, of which every code is from kLeastPlain to kMostPlain.
+__device__ __forceinline__ uint32_t take_scales(uint32_t codes, KeyScales& scales) {
   const uint32_t rest = 0x3F800000u - (codes << 23 & 0x7F800000u);
   scales.codes = codes;
   scales.ratio[1] = __uint_as_float((codes << 15 & 0x7F800000u) + rest);
   scales.ratio[2] = __uint_as_float((codes << 7 & 0x7F800000u) + rest);
   scales.ratio[3] = __uint_as_float((codes >> 1 & 0x7F800000u) + rest);
-  return ((codes + 0x10101010u) & 0xE0E0E0E0u) == 0x80808080u;  // all from kLeastPlain to kMostPlain
+  return (codes + 0x10101010u ^ 0x80808080u) & 0xE0E0E0E0u;
 }
 
 struct KeyTile {
@@ -52,20 +64,16 @@ struct KeyTile {
   bool plain;
 };
 
-// The word of group g is 16 g bytes further but for the swizzle, so an exclusive or; the second key's is 8 rows on, where the
-// swizzle flips bit 6.
-__device__ __forceinline__ void load_keys(const Shared& s, uint32_t stage, const Lane& l, KeyTile& tile) {
-  const uint8_t* keys = s.keys[0];
-  const uint32_t at = stage * (kIndexTile * kCodes) | l.at;
+// A row of ldmatrix is a key's 16 bytes of a group, so a lane gets the word of its place in the quad. Eight rows on, the swizzle
+// flips bit 6.
+__device__ __forceinline__ void load_keys(uint32_t stage, const Lane& l, KeyTile& tile) {
+  const uint32_t keys = l.keys + stage * (kIndexTile * kCodes), scales = l.scales + stage * (kIndexTile * 4);
   uint32_t words[2][kGroups];
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    words[0][g] = *reinterpret_cast<const uint32_t*>(keys + (at ^ 16 * g));
-    words[1][g] = *reinterpret_cast<const uint32_t*>(keys + 8 * kCodes + (at ^ (16 * g + 64)));
-  }
-  const bool first = take_scales(s.scales[stage][l.key], tile.scales[0]);
-  const bool second = take_scales(s.scales[stage][l.key + 8], tile.scales[1]);
-  tile.plain = __all_sync(0xFFFFFFFFu, first && second);
+  load_matrices(keys, words[0]);
+  load_matrices((keys ^ 64) + 8 * kCodes, words[1]);
+  const uint32_t first = take_scales(load_shared4(scales), tile.scales[0]);
+  const uint32_t second = take_scales(load_shared4(scales + 8 * 4), tile.scales[1]);
+  tile.plain = __all_sync(0xFFFFFFFFu, (first | second) == 0);
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
@@ -80,64 +88,97 @@ __device__ __forceinline__ void load_keys(const Shared& s, uint32_t stage, const
   for (int i = 0; i < 4 * kGroups; ++i) asm volatile("" : "+r"(tile.codes[i / 4][i % 4]));
 }
 
-// This thread's part of the weighted head sum: sum[half] over its eight heads of key lane / 4 + 8 half.
-__device__ __forceinline__ void add_heads(const float (&dot)[kGroups][16], const KeyTile& tile, const Shared& s, int r,
-                                          float (&sum)[2]) {
-  const int c = threadIdx.x % 4;
+// A row's weights of this thread's heads 8 j + 2 (lane % 4) and + 1, and whether its own scales are plain: read where they are
+// used, or kept in registers.
+struct StoredWeights {
+  const float* first;
+  bool plain;
+
+  __device__ __forceinline__ StoredWeights(const Shared& s, int r)
+      : first(&s.weights[r][2 * (threadIdx.x % 4)]), plain(s.plain[r] != 0) {}
+  __device__ __forceinline__ float2 of(int j) const { return *reinterpret_cast<const float2*>(first + 8 * j); }
+};
+
+struct KeptWeights {
+  float2 kept[4];
+  bool plain;
+
+  __device__ __forceinline__ explicit KeptWeights(const StoredWeights& stored) : plain(stored.plain) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 weight = *reinterpret_cast<const float2*>(&s.weights[r][8 * j + 2 * c]);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = 4 * j + 2 * half + e;
-        float total = dot[0][i];
-#pragma unroll
-        for (int g = 1; g < kGroups; ++g) total = fmaf(dot[g][i], tile.scales[half].ratio[g], total);
-        sum[half] = fmaf(relu(total), e == 0 ? weight.x : weight.y, sum[half]);
-      }
-    }
+    for (int j = 0; j < 4; ++j) kept[j] = stored.of(j);
   }
+  __device__ __forceinline__ float2 of(int j) const { return kept[j]; }
+};
+
+// Adds the groups from `first` on to this thread's sums over groups, total[4 j + 2 half + e] of head 8 j + 2 (lane % 4) + e and
+// key lane / 4 + 8 half.
+template <int count>
+__device__ __forceinline__ void add_groups(const float (&dot)[count][16], int first, const KeyTile& tile, float (&total)[16]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) sum[half] *= __uint_as_float(tile.scales[half].codes << 23 & 0x7F800000u);
+  for (int g = 0; g < count; ++g) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      total[i] = first + g == 0 ? dot[0][i] : fmaf(dot[g][i], tile.scales[i / 2 % 2].ratio[first + g], total[i]);
+  }
 }
 
-// The same for any scales of the keys and for heads whose own scales lie far apart.
-__device__ __forceinline__ void add_heads_apart(const float (&dot)[kGroups][16], const KeyTile& tile, const Shared& s, int r,
-                                                float (&sum)[2]) {
-  const int c = threadIdx.x % 4;
+// The same for any scales of the keys and for heads whose own scales lie far apart: scaled, group by group.
+template <int count>
+__device__ __forceinline__ void add_groups_apart(const float (&dot)[count][16], int first, const KeyTile& tile, const Shared& s,
+                                                 int r, float (&total)[16]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t codes = tile.scales[half].codes;
+  for (int g = 0; g < count; ++g) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int head = j / 2 * 8 + 2 * c + j % 2, i = j / 2 * 4 + 2 * half + j % 2;
-      float total = 0.0f;
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) total = fmaf(dot[g][i] * s.apart[r][g][head], ue8m0(codes >> (8 * g) & 255), total);
-      sum[half] = fmaf(relu(total), s.weights[r][head], sum[half]);
+    for (int i = 0; i < 16; ++i) {
+      const int head = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, group = first + g;
+      const float key = ue8m0(tile.scales[i / 2 % 2].codes >> (8 * group) & 255);
+      total[i] = fmaf(dot[g][i] * s.apart[r][group][head], key, group == 0 ? 0.0f : total[i]);
     }
   }
+}
+
+// This thread's part of the weighted head sum: sum[half] over its eight heads of key lane / 4 + 8 half. Where all is plain,
+// x + |x| is twice the relu, on the pipe of the other sums.
+template <bool plain, typename Weights>
+__device__ __forceinline__ void add_heads(const float (&total)[16], const KeyTile& tile, const Weights& weights, float (&sum)[2]) {
+  sum[0] = sum[1] = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 two = weights.of(j);
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i) {
+      const float positive = plain ? total[i] + fabsf(total[i]) : relu(total[i]);
+      sum[i / 2 % 2] = fmaf(positive, i % 2 == 0 ? two.x : two.y, sum[i / 2 % 2]);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (plain) sum[half] *= 0.5f * __uint_as_float(tile.scales[half].codes << 23 & 0x7F800000u);
 }
 
 // The score of key 16 warp + lane / 4 + 8 (lane % 2), complete in every lane.
-__device__ __forceinline__ float score_row(const KeyTile& tile, const Shared& s, const Lane& l, int r) {
-  float dot[kGroups][16];
-  const bool plain = tile.plain && s.plain[r] != 0;
+template <typename Weights>
+__device__ __forceinline__ float score_row(const KeyTile& tile, const Shared& s, const Lane& l, int r, const Weights& weights) {
+  float dot[kAtOnce][16], total[16], sum[2];
+  const bool plain = tile.plain && weights.plain;
   const uint32_t queries = l.queries + r * (kHeads * 128 / 16);
-  wgmma_fence();
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) Wgmma<32>::e4m3_rs(dot[g], tile.codes[g], kDescriptorHigh << 32 | (queries + 2 * g), false);
-  wgmma_commit();
-  wgmma_wait<0>();
+  for (int first = 0; first < kGroups; first += kAtOnce) {
+    wgmma_fence();
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) wgmma_hold(dot[g]);
-  float sum[2] = {0.0f, 0.0f};
-  if (plain) {
-    add_heads(dot, tile, s, r, sum);
-  } else {
-    add_heads_apart(dot, tile, s, r, sum);
+    for (int g = 0; g < kAtOnce; ++g)
+      Wgmma<32>::e4m3_rs(dot[g], tile.codes[first + g], kDescriptorHigh << 32 | (queries + 2 * (first + g)), false);
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int g = 0; g < kAtOnce; ++g) wgmma_hold(dot[g]);
+    if (plain) {
+      add_groups(dot, first, tile, total);
+      if (first + kAtOnce == kGroups) add_heads<true>(total, tile, weights, sum);
+    } else {
+      add_groups_apart(dot, first, tile, s, r, total);
+      if (first + kAtOnce == kGroups) add_heads<false>(total, tile, weights, sum);
+    }
   }
   const bool odd = threadIdx.x & 1;
   float mine = odd ? sum[1] : sum[0];
@@ -145,19 +186,21 @@ __device__ __forceinline__ float score_row(const KeyTile& tile, const Shared& s,
   return mine + __shfl_xor_sync(0xFFFFFFFFu, mine, 2);
 }
 
-// Takes a tile out of the ring; returns the row, of the request, of this thread's key.
+// Takes the tile at `turn`, whose first column is `first`, out of the ring; returns the row, of the request, of this thread's
+// key.
 template <bool pool>
-__device__ __forceinline__ int take_tile(const IndexCall& c, Shared& s, const Lane& l, uint32_t index, int first, KeyTile& tile) {
-  const uint32_t stage = index % kStages;
-  mbarrier_wait(&s.full[stage], index / kStages & 1);
-  load_keys(s, stage, l, tile);
+__device__ __forceinline__ int take_tile(const IndexCall& c, const Shared& s, const Lane& l, const Turn& turn, int first,
+                                         KeyTile& tile) {
+  const uint32_t stage = turn.stage(), full = l.full + 8 * stage;
+  mbarrier_wait_at(full, turn.phase());
+  load_keys(stage, l, tile);
   int key = first + l.place;
   if (pool) {
     const int piece = s.first_row[stage][l.place >> c.piece_shift];
     key = piece < 0 ? INT32_MAX : piece + (l.place & ((1 << c.piece_shift) - 1));
   }
   __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[stage]);
+  if (threadIdx.x % 32 == 0) mbarrier_arrive_at(full + 8 * kStages);  // of `empty`, which follows `full`
   return key;
 }
 

@@ -8,7 +8,7 @@ struct Blocks {
   static constexpr int kBatch = 1, kRows = 8;  // kRows: of a block that is fetched whole
 
   struct Raw {
-    float4 scores[2 * 4];
+    float4 scores[8];
   };
 
   static __device__ __forceinline__ int last_visible(const select::Call& c, int row) {
@@ -21,23 +21,26 @@ struct Blocks {
     return c.vectors && c.block == kRows ? min(last_visible(c, row), c.score_columns / kRows) : 0;
   }
 
-  static __device__ __forceinline__ Raw fetch(const select::Call& c, int row, int block) {
+  // A lane's part of the 128 blocks from `first` on: four rows of each eighth of them, so that the lanes read side by side.
+  static __device__ __forceinline__ Raw fetch(const select::Call& c, int row, int first, int lane) {
     Raw raw;
-    const float4* from = reinterpret_cast<const float4*>(c.scores + row * c.scores_stride + static_cast<int64_t>(block) * kRows);
+    const float* all = c.scores + row * c.scores_stride + static_cast<int64_t>(first) * kRows;
+    const float4* from = reinterpret_cast<const float4*>(all) + lane;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) raw.scores[i] = from[i];
+    for (int i = 0; i < 8; ++i) raw.scores[i] = from[32 * i];
     return raw;
   }
 
-  static __device__ __forceinline__ uint32_t best(const float4& low, const float4& high) {
+  template <typename Four, typename One>
+  static __device__ __forceinline__ void give(const Raw& raw, int four, int lane, Four, One take_one) {
     using select::ordered;
-    return max(max(max(ordered(low.x), ordered(low.y)), max(ordered(low.z), ordered(low.w))),
-               max(max(ordered(high.x), ordered(high.y)), max(ordered(high.z), ordered(high.w))));
-  }
-
-  static __device__ __forceinline__ uint4 keys(const Raw& raw) {
-    return make_uint4(best(raw.scores[0], raw.scores[1]), best(raw.scores[2], raw.scores[3]), best(raw.scores[4], raw.scores[5]),
-                      best(raw.scores[6], raw.scores[7]));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4& s = raw.scores[i];
+      const uint32_t half = max(max(ordered(s.x), ordered(s.y)), max(ordered(s.z), ordered(s.w)));
+      const uint32_t best = max(half, __shfl_xor_sync(select::kAll, half, 1));
+      if (lane % 2 == i % 2) take_one(four + 4 * i + lane / 8, lane / 2 % 4, best);
+    }
   }
 
   static __device__ __forceinline__ uint32_t key(const select::Call& c, int row, int block) {

@@ -5,7 +5,7 @@ namespace di {
 namespace {
 
 struct Columns {
-  static constexpr int kBatch = 4;
+  static constexpr int kBatch = 8;
 
   struct Raw {
     float4 scores;
@@ -21,15 +21,19 @@ struct Columns {
     return c.vectors && (c.candidates == nullptr || c.block % 4 == 0) ? c.columns : 0;
   }
 
-  static __device__ __forceinline__ Raw fetch(const select::Call& c, int row, int column) {
+  // A lane's part of the 128 columns from `first` on.
+  static __device__ __forceinline__ Raw fetch(const select::Call& c, int row, int first, int lane) {
+    const int column = first + 4 * lane;
     const float4* from = reinterpret_cast<const float4*>(c.scores + row * c.scores_stride + column);
     return {*from, c.candidates == nullptr ? 0 : candidate(c, row, column)};
   }
 
-  static __device__ __forceinline__ uint4 keys(const Raw& raw) {
+  template <typename Four, typename One>
+  static __device__ __forceinline__ void give(const Raw& raw, int four, int lane, Four take_four, One) {
     using select::ordered;
-    if (raw.candidate < 0) return make_uint4(0, 0, 0, 0);
-    return make_uint4(ordered(raw.scores.x), ordered(raw.scores.y), ordered(raw.scores.z), ordered(raw.scores.w));
+    const float4& s = raw.scores;
+    take_four(four + lane,
+              raw.candidate < 0 ? make_uint4(0, 0, 0, 0) : make_uint4(ordered(s.x), ordered(s.y), ordered(s.z), ordered(s.w)));
   }
 
   static __device__ __forceinline__ uint32_t key(const select::Call& c, int row, int column) {
