@@ -54,16 +54,19 @@ def drawing_seconds() -> dict[bool, float]:
     def coded(drawn: torch.Tensor) -> None:
         formats.dequantise_weight_fp8(*formats.quantise_weight_fp8(drawn))
 
-    def least(rows: int, samples: int, work: Callable[[torch.Tensor], Any]) -> float:
+    def least(work: Callable[[torch.Tensor], Any]) -> float:
         times = []
-        for _ in range(samples):
+        for _ in range(2):
             start = time.perf_counter()
-            work(torch.randn(rows, 1024))
+            work(torch.randn(_DRAWN_ROWS, 1024))
             times.append(time.perf_counter() - start)
-        return 2 * min(times) / (rows * 1024)
+        return 1.5 * min(times) / (_DRAWN_ROWS * 1024)
 
-    # quantising outweighs memory; without it what is drawn must be too large for a cache and for memory that is kept
-    return {True: least(128, 15, coded), False: least(1 << 13, 2, lambda drawn: drawn.bfloat16().float())}
+    return {True: least(coded), False: least(lambda drawn: drawn.bfloat16().float())}
+
+
+_DRAWN_ROWS = 4096
+"""Of 1024 values: too many for a cache, and for memory that stays with the process, as what is drawn will be."""
 
 
 def resolved(budget: Budget, backend: Backend, index: int) -> Budget:
