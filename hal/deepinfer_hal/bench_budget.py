@@ -54,19 +54,19 @@ def drawing_seconds() -> dict[bool, float]:
     def coded(drawn: torch.Tensor) -> None:
         formats.dequantise_weight_fp8(*formats.quantise_weight_fp8(drawn))
 
-    def least(work: Callable[[torch.Tensor], Any]) -> float:
+    def least(elements: int, work: Callable[[torch.Tensor], Any]) -> float:
         times = []
         for _ in range(2):
             start = time.perf_counter()
-            work(torch.randn(_DRAWN_ROWS, 1024))
+            work(torch.randn(elements // 1024, 1024))
             times.append(time.perf_counter() - start)
-        return 1.5 * min(times) / (_DRAWN_ROWS * 1024)
+        return 1.5 * min(times) / elements
 
-    return {True: least(coded), False: least(lambda drawn: drawn.bfloat16().float())}
+    return {True: least(_CODED_ELEMENTS, coded), False: least(_PLAIN_ELEMENTS, lambda drawn: drawn.bfloat16().float())}
 
 
-_DRAWN_ROWS = 4096
-"""Of 1024 values: too many for a cache, and for memory that stays with the process, as what is drawn will be."""
+_CODED_ELEMENTS, _PLAIN_ELEMENTS = 4 << 20, 16 << 20
+"""Too many for a cache; without codes, where memory is most of the time, also for memory that a process keeps for itself."""
 
 
 def resolved(budget: Budget, backend: Backend, index: int) -> Budget:
