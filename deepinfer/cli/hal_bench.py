@@ -13,7 +13,7 @@ import typer
 from deepinfer.cli.options import human_size
 from deepinfer.cli.terminal import note
 
-_USAGE = 2
+_USAGE, _INTERRUPTED = 2, 130
 
 
 def _option(help: str, *names: str, **more: Any) -> Any:
@@ -101,4 +101,6 @@ def _conclude(result: dict[str, Any]) -> int:
     before, after = result["load_average"]
     print(f"load average of the host {before:.1f} before, {after:.1f} after; what else runs slows medians more than minima")
     print(f"{result['device']}, shapes of {result['shapes']['name']}, {result['threads']} threads: {counts}")
+    if result.get("interrupted"):
+        return _INTERRUPTED
     return 1 if "fail" in verdicts else 0 if "pass" in verdicts else _USAGE

@@ -23,6 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from deepinfer_hal.bench import Budget, Listener, Row, check_names, run_bench
 from deepinfer_hal.bench_shapes import MODELS, bench_cases
 from deepinfer_hal.ceilings import Ceilings
@@ -107,13 +109,20 @@ def run_bench_jobs(
     """As `run_bench`, over `jobs` processes; rows in the order of one process, ceilings the best of all of them.
 
     BackendUnavailable with a process's last words if one ends without a result; BadCall for what does not exist. However it
-    ends, it leaves no process behind.
+    ends, it leaves no process behind. After a KeyboardInterrupt the result has the rows that were heard of, `interrupted`; it is
+    raised again where nothing was measured.
     """
     check_names(shapes, ops)
+    heard: list[Row] = []
     shares = share_work(jobs, shapes, experts, ops, rows)
     results: list[dict[str, Any] | str] = [""] * len(shares)
     hearing = threading.Lock()
     started: list[subprocess.Popen[str]] = []
+
+    def hear(row: Row) -> None:
+        heard.append(row)
+        listen(row)
+
     with tempfile.TemporaryDirectory() as folder:
 
         def play(number: int) -> None:
@@ -123,7 +132,7 @@ def run_bench_jobs(
                 "rows": rows, "number": number, "of": len(shares), "ends": ends if math.isfinite(ends) else None,
             }  # fmt: skip
             try:
-                results[number] = _play(job, listen, hearing, started.append)
+                results[number] = _play(job, hear, hearing, started.append)
             finally:
                 with contextlib.suppress(FileNotFoundError):  # after an interrupt the folder may be gone
                     arrived(folder, number)
@@ -134,6 +143,11 @@ def run_bench_jobs(
         try:
             for thread in threads:
                 thread.join()
+        except KeyboardInterrupt:
+            if not heard:
+                raise
+            known = shared_ceilings(folder, None)
+            return _so_far(heard, known, spec, len(shares), shapes, experts, ops, rows, budget, conformance)
         finally:  # after an interrupt they would go on for as long as their rows take
             for process in started:
                 if process.poll() is None:
@@ -142,6 +156,26 @@ def run_bench_jobs(
     if lost:
         raise BackendUnavailable(f"a process of the benchmark ended without a result: {lost[0]}")
     return merged(results, [case.case.op for case in bench_cases(MODELS[shapes], min(experts, MODELS[shapes].experts))])
+
+
+def _so_far(
+    heard: list[Row], ceilings: Ceilings, spec: str, jobs: int, shapes: str, experts: int, ops: tuple[str, ...],
+    rows: tuple[int, ...], budget: Budget, conformance: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The result of an interrupted benchmark: what was heard, and a row that was not run for every other case."""
+    model = MODELS[shapes]
+    experts = min(experts, model.experts)
+    cases = list(bench_cases(model, experts, rows, ops))
+    have = {(row.id, row.use) for row in heard}
+    lacking = [case for case in cases if (case.case.id, case.use) not in have]
+    others = [Row(one.case.id, one.case.op, one.use, one.rows, reason="the benchmark was interrupted") for one in lacking]
+    whole = {
+        "device": spec, "threads": torch.get_num_threads(), "load_average": [os.getloadavg()[0]] * 2,
+        "shapes": {"name": shapes, "experts_per_rank": experts, **asdict(model)}, "budget": asdict(budget),
+        "ceilings": asdict(ceilings), "conformance_symbols_compared": conformance is not None, "interrupted": True,
+        "rows": [asdict(row) for row in (*heard, *others)],
+    }  # fmt: skip
+    return {**merged([whole], [case.case.op for case in cases]), "jobs": jobs}
 
 
 _ROW_ELEMENTS = 40_000_000

@@ -468,6 +468,28 @@ class TestProcesses:
         with pytest.raises(BadCall, match=named):
             bench_jobs.run_bench_jobs("cpu:0", 2, **self.ASKED | wrong)
 
+    def test_an_interrupt_keeps_what_was_measured(self, monkeypatch):
+        row = bench.Row("rope(T=1,...)", "rope", "query", 1, "pass", seconds={"median": 1e-6}, bytes=10)
+
+        def play(job, listen, hearing, started):
+            (Path(job["folder"]) / bench_jobs.CEILINGS).write_text(json.dumps(dataclasses.asdict(CEILINGS)))
+            with hearing:
+                listen(dataclasses.replace(row, id=f"{row.id} of {job['number']}"))
+            return "killed"
+
+        joined = threading.Thread.join
+
+        def interrupted(thread, timeout=None):
+            joined(thread, timeout)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(bench_jobs, "_play", play)
+        monkeypatch.setattr(threading.Thread, "join", interrupted)
+        found = bench_jobs.run_bench_jobs("cpu:0", 2, **self.ASKED)
+        timed = [one for one in found["rows"] if one["seconds"]]
+        assert found["interrupted"] and len(timed) >= 1 and found["jobs"] == 2 and timed[0]["floor_seconds"] > 0
+        assert {one["reason"] for one in found["rows"] if not one["seconds"]} == {"the benchmark was interrupted"}
+
     def test_an_interrupt_leaves_none_behind(self, monkeypatch):
         started, start = [], subprocess.Popen
 
