@@ -80,6 +80,8 @@ def arrived(folder: str | Path, number: int) -> None:
     (Path(folder) / f"arrived-{number}").touch()
 
 
+_ENDING_SECONDS = 5.0
+
 _LATE_SECONDS = 20.0
 """After the end of the time given, for rows that were begun before it."""
 
@@ -152,6 +154,9 @@ def run_bench_jobs(
             for process in started:
                 if process.poll() is None:
                     process.kill()
+            gone = time.monotonic() + _ENDING_SECONDS
+            while any(thread.is_alive() for thread in threads) and time.monotonic() < gone:
+                time.sleep(0.01)  # they write to the folder until their process has ended
     lost = [result for result in results if isinstance(result, str)]
     if lost:
         raise BackendUnavailable(f"a process of the benchmark ended without a result: {lost[0]}")
