@@ -76,7 +76,7 @@ def test_products_are_rounded_before_they_are_added():
 def test_a_refused_call_writes_nothing_on_any_rank_and_the_next_is_served():
     for small, enough, wide, confused, served in values("refused", 2):
         assert small["error"] == "BadCall" and "rank 1 is sent 12 rows, but its out has room for 11" in small["message"]
-        assert wide["error"] == "Unsupported" and "rank 1 has 12 rows to show the others" in wide["message"]
+        assert wide["error"] == "Unsupported" and "rank 1 needs room for 12 rows in its window" in wide["message"]
         assert confused["error"] == "CommunicatorMismatch" and "rank 1 called ep_dispatch(f32[_, 32], k=1" in confused["message"]
         assert enough["error"] == served["error"] == ""
 

@@ -91,7 +91,7 @@ class NcclCommunicator(DeviceCommunicator):
             group.abort()
         if isinstance(self.windows, Windows):
             self.windows = f"the communicator is broken since {message}"
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, OSError):  # of a GPU that is lost, neither can be had
                 runtime.wait_bounded(self._carrier.index or 0, END_SECONDS)
                 self._memory.close()
 

@@ -33,10 +33,13 @@ from deepinfer_triton.ranks.windows import nanoseconds, tag, windows_of
 from deepinfer_triton.rows import tile_width
 from deepinfer_triton.targets import Target
 
-COPY_PROGRAMS = 1024
+COPY_PROGRAMS = 2048
 """Programs that copy rows, each every COPY_PROGRAMS-th: the number of rows is known on the device alone."""
 
 PAIR_TILE = 1024
+
+PAIRS_AT_ONCE = 4096
+"""Pairs of all ranks that a sorting program holds."""
 
 
 @triton.jit(do_not_specialize=["rows", "me"])
@@ -97,83 +100,121 @@ def _check_room(
     bases, me, state, ids, pairs, room, K: tl.constexpr, E: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr,
     HALF: tl.constexpr, RECORD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Pairs are counted by owner only where all of them together could be too many for some rank."""
     call = tl.load(state)
     every = tl.arange(0, RANKS)
-    total = tl.zeros([RANKS], tl.int32)
-    overfull, shown = tl.full((), W, tl.int32), tl.full((), 0, tl.int32)
-    for rank in range(W):
-        n = pairs_from(pairs, bases, me, call, rank, W)
-        if W > 1:
-            fits = (n <= IDS_ROOM) & (n.to(tl.int64) // K * RECORD <= HALF)
-            shown = tl.where(fits | (overfull < W), shown, n // K)
-            overfull = tl.where(fits | (overfull < W), overfull, rank)
-            n = tl.where(fits, n, 0)
-        sent = ids_from(ids, bases, me, call, rank, W)
-        for start in range(0, n, TILE):
-            pair = start + tl.arange(0, TILE)
-            chosen = tl.load(sent + pair, mask=pair < n, other=-1)
-            owner = tl.where((chosen >= 0) & (chosen < W * E), chosen // E, -1)
-            total += tl.sum((owner[:, None] == every[None, :]).to(tl.int32), axis=0)
-    rooms = tl.zeros([RANKS], tl.int32) + room
+    there = every < W
+    sent, rooms = tl.zeros([RANKS], tl.int32) + pairs, tl.zeros([RANKS], tl.int32) + room
     if W > 1:
-        rooms = tl.load(words_at(header_of(bases, me, call, every)) + 2, mask=every < W, other=0, volatile=True)
-    refuses = tl.min(tl.where((total > rooms) & (every < W), every, W), axis=0)
+        header = words_at(header_of(bases, me, call, every))
+        sent = tl.load(header + 1, mask=there, other=0, volatile=True)
+        rooms = tl.load(header + 2, mask=there, other=0x7FFFFFFF, volatile=True)
+    fits = (W == 1) | ((sent <= IDS_ROOM) & (sent.to(tl.int64) // K * RECORD <= HALF))
+    overfull = tl.min(tl.where(there & (fits == 0), every, W), axis=0)
     if overfull < W:
         most = tl.minimum(tl.full((), HALF // RECORD, tl.int64), IDS_ROOM // K).to(tl.int32)
-        set_status(state, NO_WINDOW_ROOM, overfull, shown, most, 0)
-    elif refuses < W:
-        here = every == refuses
-        set_status(
-            state, NO_ROOM, refuses, tl.sum(tl.where(here, total, 0), axis=0), tl.sum(tl.where(here, rooms, 0), axis=0), 0
-        )
+        set_status(state, NO_WINDOW_ROOM, overfull, tl.sum(tl.where(every == overfull, sent, 0), axis=0) // K, most, 0)
+    elif tl.sum(tl.where(there, sent, 0), axis=0) > tl.min(rooms, axis=0):
+        total = tl.zeros([RANKS], tl.int32)
+        for rank in range(W):
+            n = pairs_from(pairs, bases, me, call, rank, W)
+            here = ids_from(ids, bases, me, call, rank, W)
+            for start in range(0, n, TILE):
+                pair = start + tl.arange(0, TILE)
+                chosen = tl.load(here + pair, mask=pair < n, other=-1)
+                owner = tl.where((chosen >= 0) & (chosen < W * E), chosen // E, -1)
+                total += tl.sum((owner[:, None] == every[None, :]).to(tl.int32), axis=0)
+        refuses = tl.min(tl.where((total > rooms) & there, every, W), axis=0)
+        if refuses < W:
+            first = every == refuses
+            rows, most = tl.sum(tl.where(first, total, 0), axis=0), tl.sum(tl.where(first, rooms, 0), axis=0)
+            set_status(state, NO_ROOM, refuses, rows, most, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "me"])
 def sort_kernel(
     bases, me, state, ids, count, rows, offsets, source, inverse, K: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
-    TILE: tl.constexpr,
+    RANKS: tl.constexpr, EACH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A program for each expert of all ranks numbers its pairs in order of ranks and pairs; one more marks this rank's pairs that
-    have no row, and ends the offsets."""
+    have no row, and ends the offsets. Where no rank has more than EACH pairs, all are read at once."""
     overlap()
     if tl.load(state + 2) == OK:
         expert = tl.program_id(0)
         own, call = valid_rows(count, rows) * K, tl.load(state)
         owner = tl.where(expert < W * E, expert // E, me)
-        lowest = owner * E
-        before = tl.zeros([TILE], tl.int32)
-        for rank in range(W):
-            n = pairs_from(own, bases, me, call, rank, W)
-            sent = ids_from(ids, bases, me, call, rank, W)
-            for start in range(0, n, TILE):
-                pair = start + tl.arange(0, TILE)
-                chosen = tl.load(sent + pair, mask=pair < n, other=-1)
-                lower = (chosen >= lowest) & (chosen < tl.minimum(expert, lowest + E))
-                before += lower.to(tl.int32)
-        row = tl.sum(before, axis=0)
-        if owner == me:
-            tl.store(offsets + tl.minimum(expert - lowest, E), row)
-        for rank in range(W):
-            n = pairs_from(own, bases, me, call, rank, W)
-            sent = ids_from(ids, bases, me, call, rank, W)
-            for start in range(0, n, TILE):
-                pair = start + tl.arange(0, TILE)
-                inside = pair < n
-                chosen = tl.load(sent + pair, mask=inside, other=-1)
-                if expert < W * E:
-                    here = (chosen == expert).to(tl.int32)
-                    place = row + tl.cumsum(here, axis=0) - 1
-                    mine = (here > 0) & (owner == me)
-                    tl.store(source + 2 * place.to(tl.int64), tl.zeros([TILE], tl.int32) + rank, mask=mine)
-                    tl.store(source + 2 * place.to(tl.int64) + 1, pair, mask=mine)
-                    gone = (here > 0) & (rank == me)
-                    tl.store(inverse + 2 * pair, tl.zeros([TILE], tl.int32) + owner, mask=gone)
-                    tl.store(inverse + 2 * pair + 1, place, mask=gone)
-                    row += tl.sum(here, axis=0)
-                else:
-                    nowhere = inside & ((chosen < 0) | (chosen >= W * E)) & (rank == me)
-                    tl.store(inverse + 2 * pair, tl.full([TILE], -1, tl.int32), mask=nowhere)
-                    tl.store(inverse + 2 * pair + 1, tl.full([TILE], -1, tl.int32), mask=nowhere)
+        most = own
+        if W > 1:
+            every = tl.arange(0, RANKS)
+            most = tl.max(tl.load(words_at(header_of(bases, me, call, every)) + 1, mask=every < W, other=0), axis=0)
+        if most <= EACH:
+            _sort_at_once(bases, me, call, ids, own, expert, owner, offsets, source, inverse, E, W, RANKS, EACH)
+        else:
+            _sort_in_tiles(bases, me, call, ids, own, expert, owner, offsets, source, inverse, E, W, TILE)
+
+
+@triton.jit
+def _sort_at_once(
+    bases, me, call, ids, own, expert, owner, offsets, source, inverse, E: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr,
+    EACH: tl.constexpr,
+):  # fmt: skip
+    index = tl.arange(0, RANKS * EACH)
+    rank, pair = index // EACH, index % EACH
+    if W == 1:
+        inside = pair < own
+    else:
+        inside = pair < tl.load(words_at(header_of(bases, me, call, rank)) + 1, mask=rank < W, other=0)
+    chosen = tl.load(ids_from(ids, bases, me, call, rank, W) + pair, mask=inside, other=-1)
+    lower = (chosen >= owner * E) & (chosen < tl.minimum(expert, owner * E + E))
+    row = tl.sum(lower.to(tl.int32), axis=0)
+    if owner == me:
+        tl.store(offsets + tl.minimum(expert - owner * E, E), row)
+    _number(me, chosen, rank, pair, inside, row, expert, owner, source, inverse, E, W)
+
+
+@triton.jit
+def _sort_in_tiles(
+    bases, me, call, ids, own, expert, owner, offsets, source, inverse, E: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr
+):
+    before = tl.zeros([TILE], tl.int32)
+    for rank in range(W):
+        n = pairs_from(own, bases, me, call, rank, W)
+        sent = ids_from(ids, bases, me, call, rank, W)
+        for start in range(0, n, TILE):
+            pair = start + tl.arange(0, TILE)
+            chosen = tl.load(sent + pair, mask=pair < n, other=-1)
+            before += ((chosen >= owner * E) & (chosen < tl.minimum(expert, owner * E + E))).to(tl.int32)
+    row = tl.sum(before, axis=0)
+    if owner == me:
+        tl.store(offsets + tl.minimum(expert - owner * E, E), row)
+    for rank in range(W):
+        n = pairs_from(own, bases, me, call, rank, W)
+        sent = ids_from(ids, bases, me, call, rank, W)
+        for start in range(0, n, TILE):
+            pair = start + tl.arange(0, TILE)
+            chosen = tl.load(sent + pair, mask=pair < n, other=-1)
+            _number(me, chosen, rank, pair, pair < n, row, expert, owner, source, inverse, E, W)
+            row += tl.sum((chosen == expert).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _number(me, chosen, rank, pair, inside, row, expert, owner, source, inverse, E: tl.constexpr, W: tl.constexpr):
+    """The pairs of an expert get rows from `row` on: as source where its owner is this rank, as inverse where the pairs are."""
+    one = tl.zeros_like(pair)
+    if expert < W * E:
+        here = (chosen == expert).to(tl.int32)
+        place = row + tl.cumsum(here, axis=0) - 1
+        to = source + 2 * place.to(tl.int64)
+        mine = (here > 0) & (owner == me)
+        tl.store(to, one + rank, mask=mine)
+        tl.store(to + 1, pair, mask=mine)
+        gone = (here > 0) & (one + rank == me)
+        tl.store(inverse + 2 * pair, one + owner, mask=gone)
+        tl.store(inverse + 2 * pair + 1, place, mask=gone)
+    else:
+        nowhere = inside & ((chosen < 0) | (chosen >= W * E)) & (one + rank == me)
+        tl.store(inverse + 2 * pair, one - 1, mask=nowhere)
+        tl.store(inverse + 2 * pair + 1, one - 1, mask=nowhere)
 
 
 @triton.jit(do_not_specialize=["me"])
@@ -242,9 +283,11 @@ def ep_dispatch(
         early=True,
     )  # fmt: skip
     settled = windows.meeting(comm, "ep_dispatch", told)
+    ranks = triton.next_power_of_2(world)
+    each = min(triton.next_power_of_2(max(rows * k, 16)), PAIRS_AT_ONCE // ranks)
     launch(
         sort_kernel, (world * experts + 1,), *own, ids, count, rows, offsets, source, inverse, K=k, E=experts, W=world,
-        TILE=PAIR_TILE, early=True,
+        RANKS=ranks, EACH=each, TILE=PAIR_TILE, warps=min(16, max(4, ranks * each // 256)), early=True,
     )  # fmt: skip
     launch(
         pull_kernel, (min(out.shape[0], COPY_PROGRAMS),), *own, x, x.stride(0), x_scale, weights, offsets, source, out,

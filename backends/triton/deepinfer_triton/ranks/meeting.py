@@ -52,7 +52,8 @@ def ids_from(ids, bases, me, call, rank, W: tl.constexpr):
     """The ids that `rank` sent to `me`: its own argument where there is one rank."""
     if W == 1:
         return ids
-    return words_at(tl.load(bases + me) + IDS_AT + ((call & 1).to(tl.int64) * W + rank) * (4 * IDS_ROOM))
+    else:
+        return words_at(tl.load(bases + me) + IDS_AT + ((call & 1).to(tl.int64) * W + rank) * (4 * IDS_ROOM))
 
 
 @triton.jit
@@ -60,7 +61,8 @@ def pairs_from(pairs, bases, me, call, rank, W: tl.constexpr):
     """How many ids those are."""
     if W == 1:
         return pairs
-    return tl.load(words_at(header_of(bases, me, call, rank)) + 1, volatile=True)
+    else:
+        return tl.load(words_at(header_of(bases, me, call, rank)) + 1, volatile=True)
 
 
 def _host_clock() -> int:
@@ -76,9 +78,10 @@ def clock():
     of all counts. With four warps, each lane below is a thread."""
     if INTERPRETING:
         return _host_clock()
-    lanes = tl.arange(0, 128)
-    read: tl.constexpr = "mov.u64 $0, %globaltimer; // $1"
-    return tl.max(tl.inline_asm_elementwise(read, "=l,r", [lanes], dtype=tl.int64, is_pure=False, pack=1), axis=0)
+    else:
+        lanes = tl.arange(0, 128)
+        read: tl.constexpr = "mov.u64 $0, %globaltimer; // $1"
+        return tl.max(tl.inline_asm_elementwise(read, "=l,r", [lanes], dtype=tl.int64, is_pure=False, pack=1), axis=0)
 
 
 @triton.jit

@@ -1,9 +1,10 @@
 """Windows: memory of every rank that all ranks may touch, through which ep_dispatch and ep_combine go.
 
-Rows are pulled: a rank copies what it sends into its own window and raises a flag in the windows of all others; whoever has
-seen all flags reads rows where they lie. Ids, counts and flags are pushed, since all ranks need them. A window has two halves,
-used in turn: who has seen the flags of call n + 1 knows that nobody still reads what it wrote for call n, so call n + 2 may
-write there. A call that fails on one rank fails on all of them, since all decide from the same numbers.
+On the way out rows are pulled: a rank copies its tokens into its own window and raises a flag in the windows of all others;
+whoever has seen all flags reads tokens where they lie. On the way back rows are pushed, since their places are known. Ids, counts
+and flags are pushed, since all ranks need them. A window has two halves, used in turn: who has seen the flags of call n + 1 knows
+that nobody still reads what was written for call n, so call n + 2 may write there. A call that fails on one rank for want of room
+fails on all of them, since all decide from the same numbers.
 
 Layout in bytes: flags, one word a rank; headers, `HEADER_WORDS` words for each half and rank (tag of the call, and two numbers);
 ids, `IDS_ROOM` words for each half and rank; then two halves of rows.
@@ -66,9 +67,9 @@ class Windows:
 
     def meeting(self, comm: Communicator, op: str, call: str) -> Callable[[], None]:
         """Called after a meeting's kernel: gives what waits for its status and raises what it ended in. So the kernels after it,
-        which write nothing if it failed, may be started before the wait. Where the stream is being captured nothing is known yet,
-        and nothing is raised."""
-        if self.state.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        which write nothing if it failed, may be started before the wait. Where the stream is being captured, or calls are
+        recorded on meta tensors, nothing is known yet, and nothing is raised."""
+        if self.state.is_meta or (self.state.is_cuda and torch.cuda.is_current_stream_capturing()):
             return lambda: None
         status = self._read(self.state)
         return lambda: self._settle(comm, op, call, status())
@@ -84,7 +85,7 @@ class Windows:
         if code == NO_ROOM:
             raise BadCall(f"{op}: rank {a} is sent {b} rows, but its out has room for {c}")
         if code == NO_WINDOW_ROOM:
-            raise Unsupported(f"{op}: rank {a} has {b} rows to show the others, but its window has room for {c}")
+            raise Unsupported(f"{op}: rank {a} needs room for {b} rows in its window, which has room for {c}")
         if code == NOT_BACK:
             raise BadCall(f"{op}: choice {b} of token {a} went to row {d} of rank {c}, but it did not come back")
         if code != OK:
