@@ -16,11 +16,17 @@ __device__ __forceinline__ uint32_t scale_bf16x2(uint32_t pair, uint32_t factor)
   return scaled;
 }
 
-// A code's exponent and mantissa, put at the same place of a BF16, read as its value times 2^-120 (subnormals too).
-__device__ __forceinline__ uint32_t even_codes(uint32_t word) {
-  return ((word << 4) & 0x07F007F0u) | ((word << 8) & 0x80008000u);
+// Two bytes of a word, each widened to 16 bits with its sign in all of the upper eight.
+template <int selector>
+__device__ __forceinline__ uint32_t widen_bytes(uint32_t word) {
+  uint32_t wide;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(wide) : "r"(word), "n"(selector));
+  return wide;
 }
-__device__ __forceinline__ uint32_t odd_codes(uint32_t word) { return ((word >> 4) & 0x07F007F0u) | (word & 0x80008000u); }
+
+// A code's sign, exponent and mantissa, put at the same places of a BF16, read as its value times 2^-120 (subnormals too).
+__device__ __forceinline__ uint32_t even_codes(uint32_t word) { return (widen_bytes<0xA280>(word) << 4) & 0x87F087F0u; }
+__device__ __forceinline__ uint32_t odd_codes(uint32_t word) { return (widen_bytes<0xB391>(word) << 4) & 0x87F087F0u; }
 
 // The BF16 pair 2^(scale - 127 + 120 - offset) of a ue8m0 code: what makes values times 2^-offset of even_codes and odd_codes.
 // NaN for code 255 and where the factor would leave BF16 (scale - 127 > 7 + offset): such a row is NaN rather than wrong.

@@ -67,19 +67,28 @@ cudaError_t allow_shared(int bytes) {
   return status;
 }
 
-// Starts `kernel` while the kernel before it on the stream still runs; it must call wait_for_producer() (di_ptx.cuh) before it
+// Starts `kernel` in clusters of `cluster` blocks; `early`: while the kernel before it on the stream still runs; it must then call wait_for_producer() (di_ptx.cuh) before it
 // touches what that one, or any earlier one, reads or writes.
 template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
-                  const Arguments&... arguments) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+void launch_clusters(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream, int cluster, bool early,
+                     const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = early ? 1 : 0;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
+  config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
   cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// The same without clusters.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  launch_clusters(kernel, grid, threads, shared_bytes, stream, 1, true, arguments...);
 }
 
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,

@@ -89,10 +89,21 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Orders no memory.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
+}
+
+// 16 bytes at the address that `address` is in block `rank` of the cluster.
+__device__ __forceinline__ float4 load_cluster16(uint32_t address, uint32_t rank) {
+  float4 v;
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote]; }"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address), "r"(rank) : "memory");
+  return v;
 }
 
 // Registers of each thread of this warpgroup; the kernel needs __launch_bounds__(threads, 1).
@@ -191,6 +202,9 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 __device__ __forceinline__ void async_copy16(uint32_t to, const void* from, bool inside = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
+__device__ __forceinline__ void async_copy4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending>
 __device__ __forceinline__ void async_copy_wait() {
@@ -218,6 +232,16 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t address) {
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_shared4(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 // Asks for the line of an address, which must be one that may be read.

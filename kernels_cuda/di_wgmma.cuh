@@ -42,6 +42,11 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>((leading & 0x3FFFF) >> 4) << 16 |
          static_cast<uint64_t>((stride & 0x3FFFF) >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
+// The same in two steps: the lower word, to which a step along K is added, and the whole.
+__device__ __forceinline__ uint32_t descriptor128_base(const void* tile) { return (shared_address(tile) & 0x3FFFF) >> 4 | 1 << 16; }
+__device__ __forceinline__ uint64_t descriptor128_of(uint32_t lower) {
+  return static_cast<uint64_t>(1024 >> 4 | static_cast<uint32_t>(kSwizzle128) << 30) << 32 | lower;
+}
 __device__ __forceinline__ uint64_t wgmma_descriptor128(const void* tile) {
   return wgmma_descriptor(shared_address(tile), 16, 1024, kSwizzle128);
 }

@@ -1,6 +1,6 @@
 // di_linear and di_grouped_linear: fp8_32 activations times FP8 weights of 32 x 32 blocks, or BF16 times BF16 (linear_tile.cuh
-// says how). The workspace holds activation codes as BF16, 2 K bytes a row, and the sums of slices of K; what does not fit goes
-// in parts.
+// says how). The workspace holds activation codes as BF16, 2 K bytes a row where there are more than 64, and the sums of slices
+// of K; what does not fit goes in parts.
 #include "di_launch.cuh"
 #include "linear_combine.cuh"
 #include "linear_rows.cuh"
@@ -9,20 +9,25 @@
 namespace di::linear {
 namespace {
 
-using Rows64 = Config<64, kOne, 8, 7>;
 using Rows128 = Config<128, kOne, 6, 6>;
 using Rows160 = Config<160, kOne, 6, 4>;
 using Rows256 = Config<256, kOne, 4, 4>;
 using InTurn160 = Config<160, kInTurn, 6, 4>;
-using Apart64 = Config<64, kApart, 8, 9>;
 using Apart128 = Config<128, kApart, 6, 8>;
 using Apart256 = Config<256, kApart, 4, 6>;
+using Joined128 = Config<128, kJoined, 6, 8>;
+using Joined256 = Config<256, kJoined, 4, 6>;
 
-using DenseInTurn64 = Config<64, kInTurn, 8, 8, true>;
-using DenseInTurn128 = Config<128, kInTurn, 6, 6, true>;
-using DenseInTurn160 = Config<160, kInTurn, 4, 4, true>;
-using DenseApart64 = Config<64, kApart, 8, 8, true>;
-using DenseApart256 = Config<256, kApart, 4, 4, true>;
+// Up to 64 rows, which the block itself expands.
+template <int T, Slices slices>
+using Raw = Config<T, slices, 8, (T == 16 ? 10 : T == 32 ? 8 : 5) + (slices == kOne ? 0 : 2), kRaw>;
+
+using DenseInTurn64 = Config<64, kInTurn, 8, 8, kDense>;
+using DenseInTurn128 = Config<128, kInTurn, 6, 6, kDense>;
+using DenseInTurn160 = Config<160, kInTurn, 4, 4, kDense>;
+using DenseJoined64 = Config<64, kJoined, 8, 8, kDense>;
+using DenseApart64 = Config<64, kApart, 8, 8, kDense>;
+using DenseApart256 = Config<256, kApart, 4, 4, kDense>;
 
 constexpr int kBlocks = 132;  // an H200's multiprocessors: a constant, so that the slices of K are the same everywhere
 
@@ -36,22 +41,52 @@ int slices_of(const Problem& p, int64_t least) {
   return static_cast<int>(wanted < most ? (wanted < 1 ? 1 : wanted) : (most < 1 ? 1 : most));
 }
 
-// Starts a kernel that waits for the one before it by itself, once that lets it.
-template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared, config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, arguments...);
-}
+dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); }
 
 int64_t expanded_bytes(const Problem& p, int tile_rows) { return ceil_div(p.rows, tile_rows) * tile_rows * p.groups * p.chunks() * 256; }
 int64_t partial_bytes(const Problem& p, int tile_rows) {
   return ceil_div(p.rows, tile_rows) * tile_rows * p.groups * p.feature_tiles() * p.slices * kTilePitch * 4;
+}
+
+// How many clusters of `size` blocks of a kernel the device holds at once; asked once a device, kernel and size.
+template <typename C>
+int resident_clusters(int size) {
+  static int known[kMostDevices][kMostSlices + 1] = {};
+  int& count = known[current_device() % kMostDevices][size];
+  if (count == 0) {
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid_of(size), config.blockDim = dim3(C::kThreads), config.dynamicSmemBytes = C::kShared;
+    config.attrs = &cluster, config.numAttrs = 1;
+    const bool asked = allow_shared<linear_kernel<C>>(C::kShared) == cudaSuccess &&
+                       cudaOccupancyMaxActiveClusters(&count, linear_kernel<C>, &config) == cudaSuccess;
+    if (!asked || count == 0) cudaGetLastError(), count = -1;
+  }
+  return count;
+}
+
+// Whether the slices of a tile of C::T rows meet in the shared memory of a cluster: all clusters must be resident at once, and
+// many slices of a large tile go faster through the workspace.
+template <typename C>
+bool joins(const Problem& p) {
+  const int64_t tiles = p.groups * p.feature_tiles() * ceil_div(p.rows, C::T);
+  return p.slices <= (C::T > 64 ? 2 : kMostSlices) && tiles <= resident_clusters<C>(p.slices);
+}
+
+// One tile of rows, which the kernel itself makes BF16.
+template <typename C>
+int launch_raw(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
+  p.row_tiles = 1, p.partial = reinterpret_cast<float*>(p.expanded);
+  const int64_t units = static_cast<int64_t>(p.groups) * p.feature_tiles(), most = multiprocessors();
+  const int64_t blocks = C::kSplit ? units * p.slices : units < most ? units : most;
+  if (allow_shared<linear_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
+  const int cluster = C::kSlices == kJoined ? p.slices : 1;
+  launch_clusters(linear_kernel<C>, grid_of(blocks), C::kThreads, C::kShared, stream, cluster, true, map, row_map, p);
+  if constexpr (C::kSlices == kApart)
+    launch_early(combine_slices<C::T>, grid_of(units * (C::T / kCombineRows)), kCombineThreads, 0, stream, p);
+  return finish(e, "linear");
 }
 
 // The kernels over the rows p has; p.expanded and p.partial have room for them.
@@ -59,17 +94,18 @@ template <typename C>
 int launch(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
   p.row_tiles = static_cast<int>(ceil_div(p.rows, C::T));
   const int64_t tiles = static_cast<int64_t>(p.row_tiles) * p.groups, units = tiles * p.feature_tiles(), most = multiprocessors();
-  const int64_t blocks = C::kSlices == kApart ? units * p.slices : units < most ? units : most;
+  const int64_t blocks = C::kSplit ? units * p.slices : units < most ? units : most;
+  const int cluster = C::kSlices == kJoined ? p.slices : 1;
   if (allow_shared<linear_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
   if constexpr (C::kDense) {
-    linear_kernel<C><<<static_cast<unsigned>(blocks), kThreads, C::kShared, stream>>>(map, row_map, p);
+    launch_clusters(linear_kernel<C>, grid_of(blocks), C::kThreads, C::kShared, stream, cluster, false, map, row_map, p);
   } else {
     const int64_t parts = tiles * p.chunks() * (C::T / expanded_rows(C::T));
     expand_rows<C::T><<<static_cast<unsigned>(parts), kExpanders, 0, stream>>>(p);
-    launch_early(linear_kernel<C>, blocks, kThreads, C::kShared, stream, map, row_map, p);
+    launch_clusters(linear_kernel<C>, grid_of(blocks), C::kThreads, C::kShared, stream, cluster, true, map, row_map, p);
   }
   if constexpr (C::kSlices == kApart)
-    launch_early(combine_slices<C::T>, units * (C::T / kCombineRows), kCombineThreads, 0, stream, p);
+    launch_early(combine_slices<C::T>, grid_of(units * (C::T / kCombineRows)), kCombineThreads, 0, stream, p);
   return finish(e, "linear");
 }
 
@@ -109,16 +145,36 @@ int64_t rounds(const Problem& p, int tile_rows, int slices) {
   return ceil_div(blocks, multiprocessors()) * tile_rows * p.k / slices;
 }
 
+// Few rows; false where the kernel that expands them in its blocks does not serve them.
+template <int T>
+bool choose_raw(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e, int* status) {
+  const bool one_group = p.groups == 1 || (p.slices > 1 && p.k % kChunk == 0);  // a block keeps the scales of one group of columns
+  if (!p.x_aligned || !one_group || ceil_div(p.chunks(), p.slices) > kMostRawSteps) return false;
+  CUtensorMap row_map;
+  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, p.rows, static_cast<int64_t>(p.groups) * p.k, p.x_stride, T, kChunk,
+                  CU_TENSOR_MAP_SWIZZLE_NONE))
+    return false;
+  if (p.slices == 1) return *status = launch_raw<Raw<T, kOne>>(p, map, row_map, stream, e), true;
+  if (joins<Raw<T, kJoined>>(p)) return *status = launch_raw<Raw<T, kJoined>>(p, map, row_map, stream, e), true;
+  if (partial_bytes(p, T) > room) return false;
+  return *status = launch_raw<Raw<T, kApart>>(p, map, row_map, stream, e), true;
+}
+
 // Which tiles serve these rows; the bits are the same with all.
 int choose(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
+  int status = DI_OK;
+  if (p.rows <= 16 && choose_raw<16>(p, map, room, stream, e, &status)) return status;
+  if (p.rows > 16 && p.rows <= 32 && choose_raw<32>(p, map, room, stream, e, &status)) return status;
+  if (p.rows > 32 && p.rows <= 64 && choose_raw<64>(p, map, room, stream, e, &status)) return status;
   if (p.slices > 1) {
     const auto fits = [&](int rows) { return expanded_bytes(p, rows) + partial_bytes(p, rows) <= room; };
-    if (p.rows <= 64 && fits(64)) return start_apart<Apart64>(p, map, stream, e);
-    if (p.rows <= 128 && fits(128)) return start_apart<Apart128>(p, map, stream, e);
-    if ((p.rows <= 256 || rounds(p, 256, p.slices) < rounds(p, 160, 1)) && fits(256)) return start_apart<Apart256>(p, map, stream, e);
+    const bool wide = p.rows <= 256 || rounds(p, 256, p.slices) < rounds(p, 160, 1);
+    if (p.rows <= 128 && fits(128))
+      return joins<Joined128>(p) ? launch<Joined128>(p, map, map, stream, e) : start_apart<Apart128>(p, map, stream, e);
+    if (wide && fits(256))
+      return joins<Joined256>(p) ? launch<Joined256>(p, map, map, stream, e) : start_apart<Apart256>(p, map, stream, e);
     return start<InTurn160>(p, map, room, stream, e);
   }
-  if (p.rows <= 64) return start<Rows64>(p, map, room, stream, e);
   if (p.rows <= 128) return start<Rows128>(p, map, room, stream, e);
   if (rounds(p, 160, 1) * 16 < rounds(p, 256, 1) * 15) return start<Rows160>(p, map, room, stream, e);
   return start<Rows256>(p, map, room, stream, e);
@@ -136,6 +192,7 @@ int start_dense(Problem p, const di_tensor& x, const CUtensorMap& map, cudaStrea
 
 int choose_dense(const Problem& p, const di_tensor& x, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
   const bool apart = p.slices > 1 && static_cast<int64_t>(p.feature_tiles()) * p.groups * p.slices <= kBlocks;
+  if (p.slices > 1 && p.rows <= 64 && joins<DenseJoined64>(p)) return start_dense<DenseJoined64>(p, x, map, stream, e);
   if (apart && p.rows <= 64 && partial_bytes(p, 64) <= room) return start_dense<DenseApart64>(p, x, map, stream, e);
   if (apart && (p.rows <= 256 || rounds(p, 256, p.slices) < rounds(p, 160, 1)) && partial_bytes(p, 256) <= room)
     return start_dense<DenseApart256>(p, x, map, stream, e);

@@ -6,7 +6,20 @@
 
 namespace di::linear {
 
-constexpr int kCombineRows = 16, kCombineThreads = kCombineRows * kTileFeatures / 8;
+constexpr int kCombineRows = 8, kCombineThreads = kCombineRows * kTileFeatures / 8;
+
+// Of all slices, in order: the sum of the four floats at `address` of the shared memory of each block of the cluster.
+__device__ __forceinline__ float4 add_joined(uint32_t address, int slices) {
+  float4 parts[kMostSlices];  // all on their way before the first is used
+#pragma unroll
+  for (int slice = 0; slice < kMostSlices; ++slice)
+    if (slice < slices) parts[slice] = load_cluster16(address, slice);
+  float4 sum = parts[0];
+#pragma unroll
+  for (int slice = 1; slice < kMostSlices; ++slice)
+    if (slice < slices) sum.x += parts[slice].x, sum.y += parts[slice].y, sum.z += parts[slice].z, sum.w += parts[slice].w;
+  return sum;
+}
 
 // Block (tile, 16 of its rows): a thread has eight columns of a row.
 template <int T>

@@ -13,9 +13,9 @@ enum Output : int { kBf16, kF32, kFp8 };
 constexpr int kTileFeatures = 128;  // weight rows of a block: 64 a warpgroup
 constexpr int kChunk = 128;         // K of a step of codes
 constexpr int kDenseChunk = 64;     // K of a step of BF16
-constexpr int kConsumers = 256, kThreads = kConsumers + 128;
-constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+constexpr int kConsumers = 256;
 constexpr int kMostSlices = 8;
+constexpr int kMostRawSteps = 32, kScalePitch = kMostRawSteps + 1;  // steps of a slice whose row scales a block keeps; words
 constexpr int kTilePitch = kTileFeatures + 4;  // FP32 sums of a row in the workspace: 4 more than the columns, for the banks' sake
 
 // Codes of activations enter the sums times 2^-kRowOffset, those of weights times 2^-kWeightOffset.

@@ -31,14 +31,14 @@ __device__ __forceinline__ Piece load_piece(const Problem& p, bool inside, int64
   return piece;
 }
 
-// For each k16 step of a sub-tile, one word of even and one of odd codes.
-__device__ __forceinline__ void store_piece(uint32_t to, const Piece& piece) {
+// For each k16 step of a sub-tile, one word of even and one of odd codes. `offset`: a multiple of 1024 bytes.
+__device__ __forceinline__ void store_piece(uint32_t to, int offset, const Piece& piece) {
   const uint32_t factor = code_factor<kRowOffset>(piece.scale);
   const uint32_t words[4] = {piece.codes.x, piece.codes.y, piece.codes.z, piece.codes.w};
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to ^ (s << 5)), "r"(scale_bf16x2(even_codes(words[s]), factor)) : "memory");
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to ^ (s << 5 | 16)), "r"(scale_bf16x2(odd_codes(words[s]), factor)) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"((to ^ (s << 5)) + offset), "r"(scale_bf16x2(even_codes(words[s]), factor)) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"((to ^ (s << 5 | 16)) + offset), "r"(scale_bf16x2(odd_codes(words[s]), factor)) : "memory");
   }
 }
 
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kExpanders) expand_rows(const Problem p) {
 #pragma unroll
   for (int i = 0; i < kItems; ++i) pieces[i] = load_piece(p, i * 16 < left, first + row + i * 16, column);
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) store_piece(to + i * 2048, pieces[i]);
+  for (int i = 0; i < kItems; ++i) store_piece(to, i * 2048, pieces[i]);
   fence_proxy_async();
   __syncthreads();
   if (thread < 2) {

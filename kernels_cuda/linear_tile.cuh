@@ -2,8 +2,9 @@
 //
 // The product is made transposed, so that the weights are wgmma's operand in registers: a consumer thread reads the codes of
 // its two weight rows from shared memory, folds in the block's scale and multiplies. Weights are expanded nowhere else and stay
-// in the checkpoint's layout. The activations are wgmma's operand in shared memory: linear_rows.cuh expands them to BF16 in the
-// workspace, tile by tile as wgmma reads them, and one thread copies tiles.
+// in the checkpoint's layout. The activations are wgmma's operand in shared memory, as BF16. Up to 64 rows are expanded by warps
+// of the block itself (linear_expanders.cuh); more by linear_rows.cuh, to the workspace, tile by tile as wgmma reads them, and one
+// thread copies tiles.
 //
 //   A step of 128 K is two sub-tiles of 64. Piece p (16 codes) of a row's 128 bytes belongs to sub-tile p % 2 and there to the
 //   lanes l with l % 4 = p / 2. Word s of a piece holds what those lanes need for the k16 step s: its even bytes and its odd
@@ -11,10 +12,12 @@
 //   order of K by construction.
 //
 // The order of a sum is fixed by n and k alone: slices of K (Problem::slices) are summed by themselves, then in order, whether
-// one block goes through all of them or each has its own. So a row's bits do not depend on T, on its place, or on how many rows
+// one block goes through all of them or each has its own, and wherever these meet. So a row's bits do not depend on T, on its place, or on how many rows
 // there are.
 #pragma once
 
+#include "linear_combine.cuh"
+#include "linear_expanders.cuh"
 #include "linear_stages.cuh"
 
 namespace di::linear {
@@ -46,57 +49,76 @@ struct Consumer {
     return group < p.scale_columns() ? __ldg(scales + group) : 127;
   }
 
+  // The codes of half a chunk of this thread's two weight rows: 16 K of each of the row's halves.
+  struct Codes {
+    uint4 upper, lower;
+  };
+  __device__ __forceinline__ Codes load_codes(int h) const {
+    const uint8_t* at = shared.weights(weights.stage) + weight_place[h];
+    return {*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + 1024)};
+  }
+
   // sums = W x^T over chunks start .. stop. `scales`: of this warp's weight rows; `first_scales`: those of the first eight.
+  // Codes are read while the products before theirs run.
   __device__ __forceinline__ void multiply_codes(float (&sums)[C::T / 2], const uint8_t* scales, uint32_t first_scales, int start, int stop) {
     constexpr int kGroup = C::kGroup, kParts = 4 / kGroup;
-    uint32_t fragment[2][kGroup][4];
-    uint32_t eight = first_scales, next_eight = load_scales(scales, start + 8);
-    int previous = -1;
+    uint32_t fragment[2][kGroup][4], eight = first_scales;
+    uint32_t row_tiles = 0;  // where the sub-tiles of rows are: the same in all lanes, which the compiler is to know
+    int previous = -1;       // the stage whose products may still run
+    mbarrier_wait(shared.weights_full(weights.stage), weights.parity);
+    Codes codes = load_codes(0);
 #pragma unroll 1
-    for (int chunk = start; chunk < stop; ++chunk) {
-      const int in_eight = (chunk - start) % 8;
-      if (in_eight == 0 && chunk > start) {
-        eight = next_eight;
-        next_eight = load_scales(scales, chunk + 8);
-      }
-      const uint32_t factor = code_factor<kWeightOffset>(__shfl_sync(0xFFFFFFFFu, eight, in_eight * 4 + thread % 4));
-      mbarrier_wait(shared.weights_full(weights.stage), weights.parity);
-      const uint8_t* codes = shared.weights(weights.stage);
+    for (int first = start; first < stop; first += 8) {
+      const uint32_t next_eight = load_scales(scales, first + 8);  // not touched before the eight chunks are done
+      const int last = min(stop, first + 8);
+#pragma unroll 1
+      for (int chunk = first; chunk < last; ++chunk) {
+        const uint32_t factor = code_factor<kWeightOffset>(__shfl_sync(0xFFFFFFFFu, eight, (chunk - first) * 4 + thread % 4));
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint4 upper = *reinterpret_cast<const uint4*>(codes + weight_place[h]);
-        const uint4 lower = *reinterpret_cast<const uint4*>(codes + weight_place[h] + 1024);
-        const uint32_t words[2][4] = {{upper.x, upper.y, upper.z, upper.w}, {lower.x, lower.y, lower.z, lower.w}};
-        if (h == 1) {
-          __syncwarp();
-          if (thread % 32 == 0) mbarrier_arrive(shared.weights_empty(weights.stage));
-        }
+        for (int h = 0; h < 2; ++h) {
+          if (h == 0 || !C::kRaw) row_tiles = __shfl_sync(0xFFFFFFFFu, descriptor128_base(shared.rows(rows.stage)), 0);
+          const uint32_t words[2][4] = {{codes.upper.x, codes.upper.y, codes.upper.z, codes.upper.w},
+                                        {codes.lower.x, codes.lower.y, codes.lower.z, codes.lower.w}};
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          const int buffer = (h * kParts + part) % 2;
+          for (int part = 0; part < kParts; ++part) {
+            const int buffer = (h * kParts + part) % 2;
 #pragma unroll
-          for (int i = 0; i < kGroup; ++i)
+            for (int i = 0; i < kGroup; ++i)
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              const uint32_t word = words[row][kGroup * part + i];
-              fragment[buffer][i][row + 2 * h] = scale_bf16x2(even_codes(word), factor);
-              fragment[buffer][i][row + 2 - 2 * h] = scale_bf16x2(odd_codes(word), factor);
+              for (int row = 0; row < 2; ++row) {
+                const uint32_t word = words[row][kGroup * part + i];
+                fragment[buffer][i][row + 2 * h] = scale_bf16x2(even_codes(word), factor);
+                fragment[buffer][i][row + 2 - 2 * h] = scale_bf16x2(odd_codes(word), factor);
+              }
+            if (part == 0 && (h == 0 || !C::kRaw)) mbarrier_wait(shared.rows_full(rows.stage), rows.parity);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i) {
+              const uint64_t b = descriptor128_of(row_tiles + (C::kRaw ? h * (C::kRowStage / 16) : 0) + (kGroup * part + i) * 2);
+              Wgmma<C::T>::bf16_rs(sums, fragment[buffer][i], b, chunk > start || h + part + i > 0);
             }
-          if (part == 0) mbarrier_wait(shared.rows_full(rows.stage), rows.parity);
-          wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < kGroup; ++i) {
-            const uint64_t b = wgmma_descriptor128(shared.rows(rows.stage)) + (kGroup * part + i) * 2;
-            Wgmma<C::T>::bf16_rs(sums, fragment[buffer][i], b, chunk > start || h + part + i > 0);
+            wgmma_commit();
+            if (part + 1 == kParts) {
+              if (h == 0) {
+                codes = load_codes(1);
+              } else {
+                __syncwarp();
+                if (thread % 32 == 0) mbarrier_arrive(shared.weights_empty(weights.stage));
+                weights.next();
+                if (chunk + 1 < stop) {
+                  mbarrier_wait(shared.weights_full(weights.stage), weights.parity);
+                  codes = load_codes(0);
+                }
+              }
+            }
+            wgmma_wait<1>();
+            if (part == 0 && (h == 0 || !C::kRaw) && previous >= 0) release(previous);
           }
-          wgmma_commit();
-          wgmma_wait<1>();
-          if (part == 0 && previous >= 0) release(previous);
+          if (h == 0 || !C::kRaw) previous = rows.stage;
+          rows.next();
         }
-        previous = rows.stage;
-        rows.next();
       }
-      weights.next();
+      eight = next_eight;
     }
     wgmma_wait<0>();
     wgmma_hold(sums);
@@ -186,10 +208,10 @@ struct Consumer {
 #pragma unroll
     for (int part = 0; part < C::T / C::kWidePart; ++part) {
       named_barrier_sync(1 + warpgroup, 128);
-      stage<C::kWidePitch>(staging, sums, part * 4, 4);
+      stage<C::kWidePitch>(staging, sums, part * (C::kWidePart / 8), C::kWidePart / 8);
       named_barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < C::kWidePart / 16; ++i) {
         const int row = i * 16 + thread / 8, in_tile = part * C::kWidePart + row;
         const float4* from = reinterpret_cast<const float4*>(staging + row * C::kWidePitch + thread % 8 * 8);
         const float4 a = from[0], b = from[1];
@@ -207,8 +229,33 @@ struct Consumer {
       store_wide_tile(sums, first, valid - first, at.group, n);
   }
 
-  // The sums as they are, rows of kTilePitch, into the workspace. Both warpgroups call it, once.
+  // The sums of all slices of a tile, which the blocks of a cluster have: each adds some rows of it, in the slices' order.
+  __device__ __forceinline__ void store_joined(const float (&sums)[C::T / 2], int rows_left, const Place& at) const {
+    float* tile = shared.tile();
+    named_barrier_sync(1, kConsumers);  // both have read the stages, which the sums now replace
+    stage<kTilePitch>(tile + warpgroup * 64, sums, 0, C::T / 8);
+    cluster_sync();
+    const uint32_t own = shared_address(tile);
+#pragma unroll 1
+    for (int two = threadIdx.x / 32 * p.slices + static_cast<int>(cluster_rank()); two < C::T / 2; two += kConsumers / 32 * p.slices) {
+      const int row = two * 2 + threadIdx.x % 32 / 16, column = threadIdx.x % 16 * 8;
+      const uint32_t from = own + (row * kTilePitch + column) * 4;
+      const float4 a = add_joined(from, p.slices), b = add_joined(from + 16, p.slices);
+      store_unit(p, at.row_tile * C::T + row, at.group, at.feature_tile * kTileFeatures + column, row < rows_left,
+                 {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w});
+    }
+    cluster_arrive_relaxed();  // no block ends while others read from it
+    cluster_wait();
+  }
+
+  // The sums as they are, rows of kTilePitch, into the workspace: of few rows by their threads, of many by the copy engine. Both
+  // warpgroups call it, once.
   __device__ __forceinline__ void store_partial(const float (&sums)[C::T / 2], int rows_left) const {
+    float* room = p.partial + static_cast<int64_t>(blockIdx.x) * (C::T * kTilePitch);
+    if constexpr (C::T <= 64) {
+      stage<kTilePitch>(room + warpgroup * 64, sums, 0, C::T / 8);
+      return;
+    }
     float* tile = shared.tile();
     named_barrier_sync(1, kConsumers);  // both have read the stages, which the sums now replace
     stage<kTilePitch>(tile + warpgroup * 64, sums, 0, C::T / 8);
@@ -216,7 +263,7 @@ struct Consumer {
     named_barrier_sync(1, kConsumers);
     if (threadIdx.x == 0) {
       launch_dependents();
-      bulk_store(p.partial + static_cast<int64_t>(blockIdx.x) * (C::T * kTilePitch), tile, min(C::T, rows_left) * kTilePitch * 4);
+      bulk_store(room, tile, min(C::T, rows_left) * kTilePitch * 4);
     }
   }
 };
@@ -229,6 +276,10 @@ __device__ __forceinline__ void consume(const Shared<C>& shared, const Problem& 
   const int slices = kInParts ? p.slices : 1;
   const uint8_t* scales = consumer.scale_rows(w, w.first);
   uint32_t upcoming = consumer.first_scales(scales, w.start);
+  if constexpr (C::kRaw) {
+    wait_for_predecessor();
+    valid = valid_rows(p);
+  }
   for (int unit = w.first; unit < w.total; unit += w.stride) {
     float total[C::T / 2];
 #pragma unroll 1
@@ -236,8 +287,10 @@ __device__ __forceinline__ void consume(const Shared<C>& shared, const Problem& 
       const uint8_t* here = scales;
       const uint32_t first = upcoming;
       const int start = kInParts ? p.slice_start(slice) : w.start, stop = kInParts ? p.slice_start(slice + 1) : w.stop;
-      if (slice + 1 == slices) scales = consumer.scale_rows(w, unit + w.stride);
-      upcoming = consumer.first_scales(scales, slice + 1 == slices ? w.start : stop);
+      if constexpr (!C::kSplit) {
+        if (slice + 1 == slices) scales = consumer.scale_rows(w, unit + w.stride);
+        upcoming = consumer.first_scales(scales, slice + 1 == slices ? w.start : stop);
+      }
       if (kInParts && slice > 0) {
         float sums[C::T / 2];
         consumer.multiply(sums, here, first, start, stop);
@@ -249,19 +302,25 @@ __device__ __forceinline__ void consume(const Shared<C>& shared, const Problem& 
     }
     const Place at = w.place(unit);
     if constexpr (C::kSlices == kApart) consumer.store_partial(total, valid - at.row_tile * C::T);
+    else if constexpr (C::kSlices == kJoined) consumer.store_joined(total, valid - at.row_tile * C::T, at);
     else consumer.store(total, valid, at);
+    if constexpr (C::kSplit) return;
   }
 }
 
 template <typename C>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(C::kThreads, 1)
 linear_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap row_map, const Problem p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared<C> shared{memory};
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kRowStages; ++i) {
-      mbarrier_init(shared.rows_full(i), 1);
+      mbarrier_init(shared.rows_full(i), C::kRaw ? C::kExpanders / 32 : 1);
       mbarrier_init(shared.rows_empty(i), kConsumers / 32);
+    }
+    for (int i = 0; i < C::kRawStages; ++i) {
+      mbarrier_init(shared.raw_full(i), 1);
+      mbarrier_init(shared.raw_empty(i), C::kExpanders / 32);
     }
     for (int i = 0; i < C::kWeightStages; ++i) {
       mbarrier_init(shared.weights_full(i), 1);
@@ -270,14 +329,22 @@ linear_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_const
     fence_mbarrier_init();
   }
   __syncthreads();
-  const int valid = valid_rows(p);
+  if constexpr (C::kRaw) launch_dependents();
+  const int valid = C::kRaw ? p.rows : valid_rows(p);  // a kRaw block reads no count before the kernel before it has ended
   const Work w = Work::of<C>(p, valid);
   if (threadIdx.x < kConsumers) {
-    registers_up<kConsumerRegisters>();
+    if constexpr (C::kUneven) registers_up<C::kConsumerRegisters>();
     consume<C>(shared, p, w, valid, threadIdx.x);
+  } else if (C::kRaw && threadIdx.x < kConsumers + C::kExpanders) {
+    if constexpr (C::kRaw && C::kUneven) registers_down<C::kExpanderRegisters>();
+    if constexpr (C::kRaw) expand_in_block<C>(shared, p, w, threadIdx.x - kConsumers);
   } else {
-    registers_down<kProducerRegisters>();
-    if (threadIdx.x == kConsumers) {
+    if constexpr (C::kUneven) registers_down<C::kProducerRegisters>();
+    const int id = threadIdx.x - kConsumers - (C::kRaw ? C::kExpanders : 0);
+    if constexpr (C::kRaw) {
+      if (id == 0) produce_weights<C>(shared, &weight_map, p, w);
+      else if (id == 32) produce_raw<C>(shared, &row_map, p, w);
+    } else if (id == 0) {
       if constexpr (C::kDense) produce_dense<C>(shared, &weight_map, &row_map, p, w);
       else produce_codes<C>(shared, &weight_map, p, w);
     }

@@ -20,12 +20,14 @@ SHAPES = [
     pytest.param(0, 5120, 8192, True, id="three slices"),
     pytest.param(0, 32768, 1280, True, id="one slice"),
     pytest.param(8, 1024, 4096, True, id="groups"),
+    pytest.param(0, 17024, 5120, True, id="more steps than a block keeps scales for"),
+    pytest.param(8, 2176, 256, True, id="groups of one slice"),
     pytest.param(0, 259, 96, True, id="neither N nor K fills a tile"),
     pytest.param(0, 384, 5120, False, id="bf16, few columns"),
     pytest.param(0, 16384, 5120, False, id="bf16, slices in turn"),
     pytest.param(4, 16, 72, False, id="bf16, groups that end within a step"),
 ]
-ROWS = (700, 256, 128, 100, 64, 33, 1)
+ROWS = (700, 256, 128, 100, 64, 33, 20, 8, 1)
 """Calls of different tiles; the first has all rows."""
 
 
@@ -81,9 +83,10 @@ def test_products_are_right_and_a_row_has_the_same_bits_in_every_call(groups, n,
 
 @pytest.mark.parametrize("coded", [True, False])
 @pytest.mark.parametrize("count", [0, 5, 64, 99])
-def test_rows_past_the_count_stay_as_they_are(count, coded):
-    problem, rows = Problem(0, 320, 1024, coded), torch.arange(80, device="cuda")
-    out, kept = problem.run(rows, count=count), min(count, 80)
+@pytest.mark.parametrize("given", [12, 30, 50, 80])
+def test_rows_past_the_count_stay_as_they_are(given, count, coded):
+    problem, rows = Problem(0, 320, 1024, coded), torch.arange(given, device="cuda")
+    out, kept = problem.run(rows, count=count), min(count, given)
     assert torch.equal(out[:kept], problem.run(rows)[:kept]) and bool(out[kept:].isnan().all())
 
 
@@ -101,7 +104,7 @@ def test_rows_that_are_apart_give_the_same_values_aligned_or_not(extra, coded):
 @pytest.mark.parametrize("groups", [0, 2])
 def test_codes_and_scales_of_a_quantised_result_are_those_of_the_float32_sums(groups):
     problem = Problem(groups, 1024, 512, True)
-    for count in (3, 200):
+    for count in (3, 30, 60, 200):
         rows = torch.arange(count, device="cuda")
         codes = torch.empty(count, problem.columns, dtype=torch.uint8, device="cuda")
         scales = torch.empty(count, problem.columns // 32, dtype=torch.uint8, device="cuda")
