@@ -183,8 +183,9 @@ def _so_far(
     return {**merged([whole], [case.case.op for case in cases]), "jobs": jobs}
 
 
-_ROW_ELEMENTS = 40_000_000
-"""What a row costs beside drawing: compiling its kernel, reference, buffers and clock, as elements that are drawn meanwhile."""
+_ROW_ELEMENTS, _PLAIN_SHARE = 12_000_000, 7
+"""What a row costs beside drawing (its kernel, reference, buffers and clock), as elements that are drawn and quantised meanwhile;
+of values that are not quantised so many count as one."""
 
 
 def share_work(jobs: int, shapes: str, experts: int, ops: tuple[str, ...], rows: tuple[int, ...]) -> list[list[tuple[str, str]]]:
@@ -193,7 +194,7 @@ def share_work(jobs: int, shapes: str, experts: int, ops: tuple[str, ...], rows:
     model, rows_of, drawn = MODELS[shapes], Counter(), Counter()
     for case in bench_cases(model, min(experts, model.experts), rows, ops):
         rows_of[case.key] += 1
-        drawn[case.key] = max(drawn[case.key], case.elements)
+        drawn[case.key] = max(drawn[case.key], case.elements if case.coded else case.elements // _PLAIN_SHARE)
     work = Counter({key: drawn[key] + _ROW_ELEMENTS * count for key, count in rows_of.items()})
     shares: list[tuple[int, list[tuple[str, str]]]] = [(0, []) for _ in range(min(jobs, len(work)) or 1)]
     for key, elements in work.most_common():
