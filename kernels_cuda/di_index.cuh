@@ -20,6 +20,7 @@ struct IndexCall {
   int64_t block_stride, table_stride, candidates_stride, scores_stride;
   int rows, columns, heads, block_rows, candidate_block, weights_bf16;
   int piece_shift, first_row;  // the fast kernel: log2 of a piece's rows; the launch's first row
+  uint64_t share;              // 2^64 over its blocks of threads
 };
 
 __device__ __forceinline__ float index_weight(const IndexCall& c, int64_t row, int head) {
@@ -38,9 +39,12 @@ struct IndexRun {
   int first, rows, request, seen;
 };
 
-// Work of a run: tiles to score, then tiles that only get -inf. A tile costs about a row's more than its rows.
+constexpr int kStartCost = 448;  // of a run: its queries, which take as long as seven tiles of one row
+
+// Work of a run: its queries to load, tiles to score, then tiles that only get -inf. A tile costs about a row's more than its
+// rows.
 struct IndexWork {
-  int tiles, fills, tile_cost, fill_cost, cost;
+  int tiles, fills, start_cost, tile_cost, fill_cost, cost;
 };
 
 __device__ __forceinline__ IndexWork index_work(const IndexCall& c, const IndexRun& run) {
@@ -51,7 +55,8 @@ __device__ __forceinline__ IndexWork index_work(const IndexCall& c, const IndexR
   w.fills = all - w.tiles;
   w.tile_cost = 32 * run.rows + 32;
   w.fill_cost = run.rows;
-  w.cost = w.tiles * w.tile_cost + w.fills * w.fill_cost;
+  w.start_cost = w.tiles > 0 ? kStartCost : 0;
+  w.cost = w.start_cost + w.tiles * w.tile_cost + w.fills * w.fill_cost;
   return w;
 }
 
@@ -106,6 +111,7 @@ __device__ __forceinline__ void index_share(const IndexCall& c, const int64_t* s
       if (lane >= step) at += other;
     }
     at -= w.cost;
+    at += w.start_cost;
     const int low = static_cast<int>(max(static_cast<int64_t>(0), share[0] - starts[window])) - at;
     const int high = static_cast<int>(min(all, share[1] - starts[window])) - at, fills_at = w.tiles * w.tile_cost;
     int first = 0, end = 0, fill = 0, fill_end = 0;

@@ -166,6 +166,11 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -190,6 +195,15 @@ __device__ __forceinline__ void tensor_copy3(void* to, const CUtensorMap* map, i
 // Asks L2 for the box that tensor_copy3 would copy.
 __device__ __forceinline__ void prefetch_box3(const CUtensorMap* map, int column, int row, int plane) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(column), "r"(row), "r"(plane) : "memory");
+}
+
+// As tensor_copy3, with an L2 policy.
+__device__ __forceinline__ void tensor_copy3_hint(void* to, const CUtensorMap* map, int column, int row, int plane,
+                                                  uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], "
+      "%6;" ::"r"(shared_address(to)), "l"(map), "r"(column), "r"(row), "r"(plane), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
@@ -232,6 +246,11 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t address) {
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ uint2 load_shared8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
 }
 
 __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {

@@ -109,16 +109,27 @@ __device__ __forceinline__ uint32_t load(const Call& c, const Place& at, uint4* 
   return largest;
 }
 
-// Calls each(column, keys) for the thread's own run, in order, from what is kept or from memory again.
+// Calls each(four, keys) for the thread's own run, in order, from what is kept or from memory again.
 template <typename Source, typename Each>
 __device__ __forceinline__ void sweep(const Call& c, const Place& at, const uint4* kept, Each each) {
-  const int first = first_column(c, at);
   const uint4* mine = kept + kept_at(c, threadIdx.x);
 #pragma unroll 1
-  for (int four = 0; four < c.fours; ++four) {
-    const int column = first + 4 * four;
-    each(column, c.cached ? mine[four] : keys_at<Source>(c, at.row, column));
-  }
+  for (int four = 0; four < c.fours; ++four)
+    each(four, c.cached ? mine[four] : keys_at<Source>(c, at.row, first_column(c, at) + 4 * four));
+}
+
+// Which columns of the thread's run reach the bound, where they are kept, and whether the warp has few: later passes look at no
+// others.
+struct Marks {
+  uint32_t bits;
+  bool few;
+};
+
+// Calls each(column of the run, key) for the marked columns, in order.
+template <typename Each>
+__device__ __forceinline__ void visit_marked(const Call& c, const uint4* kept, const Marks& marks, Each each) {
+  const uint32_t* mine = reinterpret_cast<const uint32_t*>(kept + kept_at(c, threadIdx.x));
+  for (uint32_t bits = marks.bits; bits != 0; bits &= bits - 1) each(__ffs(bits) - 1, mine[__ffs(bits) - 1]);
 }
 
 // Exclusive sums over the threads of the block, and the whole in `all`.
@@ -156,26 +167,23 @@ __device__ __forceinline__ void count_bin(uint32_t* bins, uint32_t bin, bool act
   if (active) atomicAdd(&bins[bin], 1);
 }
 
-// Histogram of this block's columns from `low` to `low` + `span`, 2^shift values a bin.
+// Histogram of this block's columns from `low` to `low` + `span`, 2^shift values a bin. Returns which those are.
 template <typename Source>
-__device__ __forceinline__ void count_columns(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t low,
-                                              uint32_t span, int shift) {
+__device__ __forceinline__ Marks count_columns(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t low,
+                                               uint32_t span, int shift) {
   constexpr int kFew = 16;  // of a warp's 128 columns: then equal ones are not worth looking for
-  if (span == 0) {
-    uint32_t equal = 0;
-    sweep<Source>(c, at, kept, [&](int, const uint4& key) {
-      equal += (key.x == low) + (key.y == low) + (key.z == low) + (key.w == low);
-    });
-    equal = __reduce_add_sync(kAll, equal);
-    if (at.lane == 0 && equal != 0) atomicAdd(&bins[0], equal);
-    return;
-  }
-  sweep<Source>(c, at, kept, [&](int, const uint4& keys) {
+  uint32_t bits = 0, equal = 0;
+  sweep<Source>(c, at, kept, [&](int four, const uint4& keys) {
     const uint32_t above[4] = {keys.x - low, keys.y - low, keys.z - low, keys.w - low};
-    int active = 0;
+    uint32_t active = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) active += above[i] <= span;
-    const int all = __reduce_add_sync(kAll, active);
+    for (int i = 0; i < 4; ++i) active |= (above[i] <= span) << i;
+    bits |= active << (4 * four & 31);
+    if (span == 0) {
+      equal += __popc(active);
+      return;
+    }
+    const int all = __reduce_add_sync(kAll, __popc(active));
     if (all == 0) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -186,6 +194,12 @@ __device__ __forceinline__ void count_columns(const Call& c, const Place& at, co
       }
     }
   });
+  if (span == 0) {
+    equal = __reduce_add_sync(kAll, equal);
+    if (at.lane == 0 && equal != 0) atomicAdd(&bins[0], equal);
+  }
+  constexpr int kFewMarked = 4;  // of a thread
+  return {bits, c.cached && __reduce_max_sync(kAll, __popc(bits)) <= kFewMarked};
 }
 
 // Finds the highest bin of the cluster's histograms at which the count from above reaches `wanted`. Returns how many columns were
@@ -234,13 +248,13 @@ __device__ __forceinline__ uint32_t bound_below(const Cluster& cluster, const Ca
   if (at.lane == 0) atomicMax(&s.top, top), atomicMin(&s.least, least);
   count_bin(s.bins[0], largest >> kShift, largest != 0, at.lane);
   cluster_sync();
-  Choice choice;
-  const bool enough = choose_bin(cluster, c, s, at, s.bins[0], c.k, choice).x >= c.k;
   uint32_t highest = s.top, lowest = s.least;
   for (int block = 0; block < c.blocks; ++block) {
     const Shared* other = cluster.map_shared_rank(&s, block);
     highest = max(highest, other->top), lowest = min(lowest, other->least);
   }
+  Choice choice;
+  const bool enough = choose_bin(cluster, c, s, at, s.bins[0], c.k, choice).x >= c.k;
   const uint32_t bound = enough ? max(max(choice.bin << kShift, lowest), 1u) : 1u;
   span = highest > bound ? highest - bound : 0;
   return bound;
@@ -254,13 +268,23 @@ struct Picked {
 
 template <typename Source>
 __device__ __forceinline__ Picked find_kth(const Cluster& cluster, const Call& c, Shared& s, const Place& at, const uint4* kept,
-                                           uint32_t largest) {
+                                           uint32_t largest, Marks& marks) {
   uint32_t span;
   Picked p{bound_below(cluster, c, s, at, largest, span), c.k, 0, 0, c.k};
   int width = 32 - __clz(span);
+  bool first = true;
   for (int turn = 1;; turn ^= 1) {
     const int shift = max(width - kBinBits, 0);
-    count_columns<Source>(c, at, kept, s.bins[turn], p.kth, span, shift);
+    if (!first && marks.few) {
+      visit_marked(c, kept, marks, [&](int, uint32_t key) {
+        if (key - p.kth <= span) atomicAdd(&s.bins[turn][(key - p.kth) >> shift], 1);
+      });
+      __syncwarp();
+    } else {
+      const Marks now = count_columns<Source>(c, at, kept, s.bins[turn], p.kth, span, shift);
+      if (first) marks = now;
+    }
+    first = false;
     cluster_sync();
     for (int bin = threadIdx.x; bin < kBins; bin += kThreads) s.bins[turn ^ 1][bin] = 0;  // every block has read them
     Choice choice;
@@ -275,28 +299,37 @@ __device__ __forceinline__ Picked find_kth(const Cluster& cluster, const Call& c
 
 // Writes the picked columns of this warp to their places, and -1 behind the last.
 template <typename Source>
-__device__ __forceinline__ void write_picked(const Call& c, Shared& s, const Place& at, const uint4* kept, const Picked& p) {
+__device__ __forceinline__ void write_picked(const Call& c, Shared& s, const Place& at, const uint4* kept, const Picked& p,
+                                             const Marks& marks) {
   const int fit = p.fit;
   const uint32_t kth = p.kth;
   uint2 mine = make_uint2(0, 0), all;
-  sweep<Source>(c, at, kept, [&](int, const uint4& key) {
-    mine.x += (key.x > kth) + (key.y > kth) + (key.z > kth) + (key.w > kth);
-    mine.y += (key.x == kth) + (key.y == kth) + (key.z == kth) + (key.w == kth);
-  });
+  if (marks.few) {
+    visit_marked(c, kept, marks, [&](int, uint32_t key) { mine.x += key > kth, mine.y += key == kth; });
+  } else {
+    sweep<Source>(c, at, kept, [&](int, const uint4& key) {
+      mine.x += (key.x > kth) + (key.y > kth) + (key.z > kth) + (key.w > kth);
+      mine.y += (key.x == kth) + (key.y == kth) + (key.z == kth) + (key.w == kth);
+    });
+  }
+  __syncwarp();
   const uint2 before = scan(s, at, mine, all);
   int32_t* out = c.out + at.row * c.out_stride;
   for (int i = p.all + at.rank * kThreads + threadIdx.x; i < c.k; i += c.blocks * kThreads) out[i] = -1;
   int above = p.above + static_cast<int>(before.x), equal = p.equal + static_cast<int>(before.y);
   if (mine.x == 0 && (mine.y == 0 || equal >= fit)) return;
-  sweep<Source>(c, at, kept, [&](int column, const uint4& keys) {
-    const uint32_t key[4] = {keys.x, keys.y, keys.z, keys.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool higher = key[i] > kth, tied = key[i] == kth;
-      if (higher || (tied && equal < fit)) out[above + min(equal, fit)] = Source::name(c, at.row, column + i);
-      above += higher, equal += tied;
-    }
-  });
+  const auto take = [&](int column, uint32_t key) {
+    const bool higher = key > kth, tied = key == kth;
+    if (higher || (tied && equal < fit)) out[above + min(equal, fit)] = Source::name(c, at.row, first_column(c, at) + column);
+    above += higher, equal += tied;
+  };
+  if (marks.few) {
+    visit_marked(c, kept, marks, take);
+  } else {
+    sweep<Source>(c, at, kept, [&](int four, const uint4& keys) {
+      take(4 * four, keys.x), take(4 * four + 1, keys.y), take(4 * four + 2, keys.z), take(4 * four + 3, keys.w);
+    });
+  }
 }
 
 template <typename Source>
@@ -309,12 +342,14 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ca
   for (int bin = threadIdx.x; bin < 2 * kBins; bin += kThreads) s.bins[0][bin] = 0;
   if (threadIdx.x == 0) s.top = 0, s.least = kAll;
   __syncthreads();
+  start_dependents();
   wait_for_producer();
   if (c.count != nullptr && at.row >= *c.count) return;
   const uint32_t largest = load<Source>(c, at, kept);
-  const Picked picked = find_kth<Source>(cluster, c, s, at, kept, largest);
+  Marks marks;
+  const Picked picked = find_kth<Source>(cluster, c, s, at, kept, largest, marks);
   cluster_arrive();  // others may still read this block's bins
-  write_picked<Source>(c, s, at, kept, picked);
+  write_picked<Source>(c, s, at, kept, picked, marks);
   __syncwarp();
   cluster_wait();
 }

@@ -36,16 +36,16 @@ struct Share {
 // A run of one row: every tile once.
 template <bool pool>
 __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
-  const int visible = s.visible[0];
   const KeptWeights weights(StoredWeights(s, 0));
-  const int columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0;
+  int columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0, visible = s.visible[0] - (pool ? 0 : l.place);
+  asm volatile("" : "+r"(columns), "+r"(visible));  // kept, not worked out again
   Share at(visit);
   float* out = c.scores + visit.run.first * c.scores_stride + at.first + l.place;
   for (; at.first < at.end; at.advance(), out += Share::kStep) {
     KeyTile tile;
     const int key = take_tile<pool>(c, s, l, at.turn, at.first, tile);
-    const float score = score_row(tile, s, l, 0, weights);
-    if (at.first < columns) *out = key < visible ? score : kNoScore;
+    const float score = score_row<false>(tile, s, l, 0, weights);
+    if (at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
   }
 }
 
@@ -54,10 +54,11 @@ __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visi
   for (Share at(visit); at.first < at.end; at.advance()) {
     KeyTile tile;
     const int key = take_tile<false>(c, s, l, at.turn, at.first, tile);
+    expand_keys(tile, kAtOnce);
     float* out = c.scores + visit.run.first * c.scores_stride + key;
     for (int r = 0; r < visit.run.rows; ++r, out += c.scores_stride) {
       const int seen = s.visible[r];
-      const float score = at.first < seen ? score_row(tile, s, l, r, StoredWeights(s, r)) : kNoScore;
+      const float score = at.first < seen ? score_row<true>(tile, s, l, r, StoredWeights(s, r)) : kNoScore;
       if (threadIdx.x % 4 < 2 && key < c.columns) *out = key < seen ? score : kNoScore;
     }
   }
@@ -78,6 +79,7 @@ __device__ __forceinline__ void copy_tiles(const IndexCall& c, const CUtensorMap
   const int lane = threadIdx.x % 32, piece_rows = 1 << c.piece_shift, pieces = kIndexTile >> c.piece_shift, tiles = 32 / pieces;
   const uint32_t mine_of = threadIdx.x / 32 % kProducers;
   const uint32_t bytes = piece_rows * (kCodes + kGroups);
+  const uint64_t policy = run.rows == 1 ? evict_first_policy() : evict_normal_policy();  // one row's keys are read once
   for (int base = first; base < end; base += tiles) {
     const int tile = base + lane / pieces, column = tile * kIndexTile + lane % pieces * piece_rows;
     int row = column;
@@ -101,38 +103,44 @@ __device__ __forceinline__ void copy_tiles(const IndexCall& c, const CUtensorMap
       if (piece == 0) mbarrier_arrive_expect(&s.full[stage], __popc(these) * bytes);
       __syncwarp();
       if (mine && there) {
-        tensor_copy3(s.keys[stage] + piece * piece_rows * kCodes, map, 0, inside / 2, block, &s.full[stage]);
+        tensor_copy3_hint(s.keys[stage] + piece * piece_rows * kCodes, map, 0, inside / 2, block, &s.full[stage], policy);
         const uint8_t* scales = c.cache + block * c.block_stride + c.block_rows * kCodes + inside * kGroups;
-        bulk_copy(&s.scales[stage][piece * piece_rows], scales, piece_rows * kGroups, &s.full[stage]);
+        bulk_copy_hint(&s.scales[stage][piece * piece_rows], scales, piece_rows * kGroups, &s.full[stage], policy);
       }
     }
   }
 }
 
-// Prefix sums of what each window costs, the same in every block of threads.
-__device__ __forceinline__ void plan(const IndexCall& c, Shared& s, int windows, int live) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int window = warp; window < windows; window += kThreads / 32) {
+// What the windows cost, every kThreads / 32th from `window` on.
+__device__ __forceinline__ void cost_windows(const IndexCall& c, Shared& s, int window, int windows, int live) {
+  for (; window < windows; window += kThreads / 32) {
     const int64_t cost = index_window_cost(c, window, live);
-    if (lane == 0) s.starts[window + 1] = cost;
+    if (threadIdx.x % 32 == 0) s.starts[window + 1] = cost;
   }
-  __syncthreads();
-  if (warp != 0) return;
-  int64_t before = 0;
-  for (int base = 0; base < windows; base += 32) {
-    int64_t sum = base + lane < windows ? s.starts[base + lane + 1] : 0;
+}
+
+// Prefix sums of what the windows cost and this block's share, by the warps that copy; they cost the first windows themselves, so
+// that few rows wait for nobody.
+__device__ __forceinline__ void plan(const IndexCall& c, Shared& s, int windows, int live) {
+  const int warp = threadIdx.x / 32 % kProducers, lane = threadIdx.x % 32;
+  cost_windows(c, s, warp, windows, live);
+  named_barrier_sync(kCosted, kThreads);
+  if (warp == 0) {
+    int64_t before = 0;
+    for (int base = 0; base < windows; base += 32) {
+      int64_t sum = base + lane < windows ? s.starts[base + lane + 1] : 0;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-      if (lane >= step) sum += other;
+      for (int step = 1; step < 32; step *= 2) {
+        const int64_t other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        if (lane >= step) sum += other;
+      }
+      if (base + lane < windows) s.starts[base + lane + 1] = before + sum;
+      before += __shfl_sync(0xFFFFFFFFu, sum, 31);
     }
-    if (base + lane < windows) s.starts[base + lane + 1] = before + sum;
-    before += __shfl_sync(0xFFFFFFFFu, sum, 31);
+    if (lane == 0) s.starts[0] = 0;
+    if (lane < 2) s.share[lane] = __umul64hi(before * (blockIdx.x + lane), c.share);
   }
-  if (lane == 0) {
-    s.starts[0] = 0;
-    s.share[0] = before * blockIdx.x / gridDim.x, s.share[1] = before * (blockIdx.x + 1) / gridDim.x;
-  }
+  named_barrier_sync(kPlanned, 32 * kProducers);
 }
 
 __device__ __forceinline__ void tell(const IndexCall& c, const Visit& visit, Shared& s, int number) {
@@ -190,26 +198,31 @@ __global__ void __launch_bounds__(kThreads, 1)
     score_index_kernel(const __grid_constant__ IndexCall c, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 == 0) {
+    for (int stage = warp; stage < kStages; stage += kThreads / 32) {
+      mbarrier_init(&s.full[stage], 1);
+      mbarrier_init(&s.empty[stage], 4);
+    }
+    if (warp < kVisits) {
+      mbarrier_init(&s.visit_full[warp], 1);
+      mbarrier_init(&s.visit_empty[warp], 4 * kConsumers);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
   start_dependents();
   wait_for_producer();
   const int live = index_live_rows(c), here = max(0, min(live - c.first_row, kIndexWindows * kIndexWindow));
   const int windows = (here + kIndexWindow - 1) / kIndexWindow;
-  if (threadIdx.x < kStages) {
-    mbarrier_init(&s.full[threadIdx.x], 1);
-    mbarrier_init(&s.empty[threadIdx.x], 4);
-    if (threadIdx.x < kVisits) {
-      mbarrier_init(&s.visit_full[threadIdx.x], 1);
-      mbarrier_init(&s.visit_empty[threadIdx.x], 4 * kConsumers);
-    }
-    fence_mbarrier_init();
-  }
-  plan(c, s, windows, live);
-  __syncthreads();
-  if (threadIdx.x / 128 == kConsumers) {
+  if (warp / 4 == kConsumers) {
     registers_down<kProducerRegisters>();
+    plan(c, s, windows, live);
     produce(c, &map, s, windows, live);
   } else {
     registers_up<kConsumerRegisters>();
+    cost_windows(c, s, kProducers + warp, windows, live);
+    named_barrier_arrive(kCosted, kThreads);
     consume(c, s);
   }
 }
@@ -249,6 +262,7 @@ int score_index_fast(IndexCall c, const di_tensor& cache, cudaStream_t stream, d
   CUtensorMap map;
   if (!codes_map(&map, cache, c.block_rows, piece_rows)) return refuse(e, DI_FAILED, "the driver refuses a map of the cache");
   if (allow_shared<score_index_kernel>(bytes) != cudaSuccess) return finish(e, "score_index");
+  c.share = UINT64_MAX / multiprocessors() + 1;
   for (c.first_row = 0; c.first_row < c.rows; c.first_row += kIndexWindows * kIndexWindow) {
     launch_early(score_index_kernel, multiprocessors(), kThreads, bytes, stream, c, map);
   }

@@ -14,7 +14,7 @@ constexpr int kConsumers = 4, kConsumerRegisters = 104, kProducerRegisters = 64;
 constexpr int kProducers = 4;  // its warps
 constexpr int kAtOnce = 2;     // groups whose products are under way at a time; more would need more registers
 constexpr int kThreads = 128 * (kConsumers + 1), kStages = 32, kVisits = 4, kPieces = 8;
-constexpr int kQueriesReady = 1;  // named barrier of the consumers
+constexpr int kQueriesReady = 1, kCosted = 2, kPlanned = 3;  // named barriers: of the consumers, of all, of the copying warps
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8),
               "the block starts with that many registers; waiting for more would never end");
 static_assert(kStages % kConsumers == 0, "a place in the ring has one consumer, or it would miss phases of its barriers");

@@ -14,6 +14,7 @@ constexpr uint64_t kDescriptorHigh = static_cast<uint64_t>(kSwizzle128) << 30 | 
 struct Lane {
   uint32_t keys;     // address of the 16 bytes of codes that it names for ldmatrix, in the ring's first tile
   uint32_t scales;   // address there of the scales of its first key; the second is 8 further
+  uint32_t pairs;    // address there of the scales of two keys, of which the lanes have all
   uint32_t full;     // address of the first tile's barrier
   int place;         // of the key in the tile whose score it has in the end
   uint32_t queries;  // low half of the descriptor of the first query row
@@ -33,10 +34,11 @@ __device__ __forceinline__ Lane lane_of_thread(const Shared& s) {
   Lane l;
   l.keys = shared_address(s.keys[0]) + row / 2 * 128 + ((((row & 1) << 2 | group) ^ (row >> 1 & 7)) << 4);
   l.scales = shared_address(&s.scales[0][first + lane / 4]);
+  l.pairs = shared_address(&s.scales[0][2 * lane]);
   l.full = shared_address(&s.full[0]);
   l.place = first + lane / 4 + 8 * (lane & 1);
   l.queries = static_cast<uint32_t>(wgmma_descriptor128(s.queries[0]));
-  asm volatile("" : "+r"(l.keys), "+r"(l.scales), "+r"(l.full), "+r"(l.queries));  // kept, not worked out again
+  asm volatile("" : "+r"(l.keys), "+r"(l.scales), "+r"(l.pairs), "+r"(l.full), "+r"(l.queries));  // kept, not worked out again
   return l;
 }
 
@@ -48,44 +50,53 @@ struct KeyScales {
   float ratio[kGroups];
 };
 
-// Returns no bits where the scales are plain, of which every code is from kLeastPlain to kMostPlain.
-__device__ __forceinline__ uint32_t take_scales(uint32_t codes, KeyScales& scales) {
-  const uint32_t rest = 0x3F800000u - (codes << 23 & 0x7F800000u);
+__device__ __forceinline__ void take_scales(uint32_t codes, KeyScales& scales) {
+  const uint32_t first = codes & 255, over = codes + 0x7F7F7F7Fu - first * 0x01010101u;  // no carries where they are plain
   scales.codes = codes;
-  scales.ratio[1] = __uint_as_float((codes << 15 & 0x7F800000u) + rest);
-  scales.ratio[2] = __uint_as_float((codes << 7 & 0x7F800000u) + rest);
-  scales.ratio[3] = __uint_as_float((codes >> 1 & 0x7F800000u) + rest);
-  return (codes + 0x10101010u ^ 0x80808080u) & 0xE0E0E0E0u;
+  scales.ratio[1] = __uint_as_float(over << 15 & 0x7F800000u);
+  scales.ratio[2] = __uint_as_float(over << 7 & 0x7F800000u);
+  scales.ratio[3] = __uint_as_float(over >> 1 & 0x7F800000u);
+}
+
+// Whether every code of a key is from kLeastPlain to kMostPlain.
+__device__ __forceinline__ bool are_plain(uint2 codes) {
+  return ((codes.x + 0x10101010u ^ 0x80808080u | codes.y + 0x10101010u ^ 0x80808080u) & 0xE0E0E0E0u) == 0;
 }
 
 struct KeyTile {
+  uint32_t words[2][kGroups];  // as they are stored, of this thread's two keys
   uint32_t codes[kGroups][4];  // the register operand of the four wgmma
   KeyScales scales[2];         // of this thread's two keys
-  bool plain;
+  bool plain;                  // the scales of all of its keys, so that a warpgroup agrees
 };
 
 // A row of ldmatrix is a key's 16 bytes of a group, so a lane gets the word of its place in the quad. Eight rows on, the swizzle
 // flips bit 6.
 __device__ __forceinline__ void load_keys(uint32_t stage, const Lane& l, KeyTile& tile) {
   const uint32_t keys = l.keys + stage * (kIndexTile * kCodes), scales = l.scales + stage * (kIndexTile * 4);
-  uint32_t words[2][kGroups];
-  load_matrices(keys, words[0]);
-  load_matrices((keys ^ 64) + 8 * kCodes, words[1]);
-  const uint32_t first = take_scales(load_shared4(scales), tile.scales[0]);
-  const uint32_t second = take_scales(load_shared4(scales + 8 * 4), tile.scales[1]);
-  tile.plain = __all_sync(0xFFFFFFFFu, (first | second) == 0);
+  load_matrices(keys, tile.words[0]);
+  load_matrices((keys ^ 64) + 8 * kCodes, tile.words[1]);
+  take_scales(load_shared4(scales), tile.scales[0]);
+  take_scales(load_shared4(scales + 8 * 4), tile.scales[1]);
+  tile.plain = __all_sync(0xFFFFFFFFu, are_plain(load_shared8(l.pairs + stage * (kIndexTile * 4))));
+}
+
+// Makes the operands of groups `first` on that are multiplied together.
+__device__ __forceinline__ void expand_keys(KeyTile& tile, int first) {
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
+  for (int g = first; g < first + kAtOnce; ++g) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t w = words[half][g];
+      const uint32_t w = tile.words[half][g];
       tile.codes[g][half] = (w << 4 & 0x80808080u) | (w << 2 & 0x1C1C1C1Cu);
       tile.codes[g][half + 2] = (w & 0x80808080u) | (w >> 2 & 0x1C1C1C1Cu);
     }
   }
   // They must be made before the wgmmas' fence; the compiler would make them in between.
 #pragma unroll
-  for (int i = 0; i < 4 * kGroups; ++i) asm volatile("" : "+r"(tile.codes[i / 4][i % 4]));
+  for (int g = first; g < first + kAtOnce; ++g)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(tile.codes[g][i]));
 }
 
 // A row's weights of this thread's heads 8 j + 2 (lane % 4) and + 1, and whether its own scales are plain: read where they are
@@ -140,7 +151,8 @@ __device__ __forceinline__ void add_groups_apart(const float (&dot)[count][16], 
 // This thread's part of the weighted head sum: sum[half] over its eight heads of key lane / 4 + 8 half. Where all is plain,
 // x + |x| is twice the relu, on the pipe of the other sums.
 template <bool plain, typename Weights>
-__device__ __forceinline__ void add_heads(const float (&total)[16], const KeyTile& tile, const Weights& weights, float (&sum)[2]) {
+__device__ __forceinline__ void add_heads(const float (&total)[16], const KeyTile& tile, const Weights& weights,
+                                          float (&sum)[2]) {
   sum[0] = sum[1] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -156,11 +168,11 @@ __device__ __forceinline__ void add_heads(const float (&total)[16], const KeyTil
     if (plain) sum[half] *= 0.5f * __uint_as_float(tile.scales[half].codes << 23 & 0x7F800000u);
 }
 
-// The score of key 16 warp + lane / 4 + 8 (lane % 2), complete in every lane.
-template <typename Weights>
-__device__ __forceinline__ float score_row(const KeyTile& tile, const Shared& s, const Lane& l, int r, const Weights& weights) {
-  float dot[kAtOnce][16], total[16], sum[2];
-  const bool plain = tile.plain && weights.plain;
+// This thread's part of the weighted sums over heads of its two keys, for plain scales or any.
+template <bool plain, bool expanded, typename Weights>
+__device__ __forceinline__ void multiply(KeyTile& tile, const Shared& s, const Lane& l, int r, const Weights& weights,
+                                         float (&sum)[2]) {
+  float dot[kAtOnce][16], total[16];
   const uint32_t queries = l.queries + r * (kHeads * 128 / 16);
 #pragma unroll
   for (int first = 0; first < kGroups; first += kAtOnce) {
@@ -169,16 +181,28 @@ __device__ __forceinline__ float score_row(const KeyTile& tile, const Shared& s,
     for (int g = 0; g < kAtOnce; ++g)
       Wgmma<32>::e4m3_rs(dot[g], tile.codes[first + g], kDescriptorHigh << 32 | (queries + 2 * (first + g)), false);
     wgmma_commit();
+    if (!expanded && first + kAtOnce < kGroups) expand_keys(tile, first + kAtOnce);
     wgmma_wait<0>();
 #pragma unroll
     for (int g = 0; g < kAtOnce; ++g) wgmma_hold(dot[g]);
     if (plain) {
       add_groups(dot, first, tile, total);
-      if (first + kAtOnce == kGroups) add_heads<true>(total, tile, weights, sum);
     } else {
       add_groups_apart(dot, first, tile, s, r, total);
-      if (first + kAtOnce == kGroups) add_heads<false>(total, tile, weights, sum);
     }
+  }
+  add_heads<plain>(total, tile, weights, sum);
+}
+
+// The score of key 16 warp + lane / 4 + 8 (lane % 2), complete in every lane. A tile whose first groups alone are expanded is
+// expanded while they are multiplied.
+template <bool expanded, typename Weights>
+__device__ __forceinline__ float score_row(KeyTile& tile, const Shared& s, const Lane& l, int r, const Weights& weights) {
+  float sum[2];
+  if (tile.plain && weights.plain) {
+    multiply<true, expanded>(tile, s, l, r, weights, sum);
+  } else {
+    multiply<false, expanded>(tile, s, l, r, weights, sum);
   }
   const bool odd = threadIdx.x & 1;
   float mine = odd ? sum[1] : sum[0];
@@ -194,6 +218,7 @@ __device__ __forceinline__ int take_tile(const IndexCall& c, const Shared& s, co
   const uint32_t stage = turn.stage(), full = l.full + 8 * stage;
   mbarrier_wait_at(full, turn.phase());
   load_keys(stage, l, tile);
+  expand_keys(tile, 0);
   int key = first + l.place;
   if (pool) {
     const int piece = s.first_row[stage][l.place >> c.piece_shift];
