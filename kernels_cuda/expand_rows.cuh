@@ -48,7 +48,7 @@ inline int expand_blocks(int64_t pieces, int multiprocessors) {
 }
 
 // Starts early; so may the kernel that reads the rows, which waits for them.
-// to: [rows, pitch]; columns: a multiple of 32; rows * columns / 16 is below 2^31.
+// to: [rows, pitch]; columns: a multiple of 32; rows * columns / 16 is at most 2^30.
 __global__ void __launch_bounds__(kExpandThreads, 16)
     expand_rows_fp8(const uint8_t* codes, int64_t codes_pitch, const uint8_t* scales, int64_t scales_pitch, __nv_bfloat16* to,
                     int64_t pitch, int rows, int columns) {
@@ -61,10 +61,15 @@ __global__ void __launch_bounds__(kExpandThreads, 16)
     return Piece{code, scales[row * scales_pitch + piece / 2]};
   };
   const auto place = [&](uint32_t index) { return to + index / pieces * pitch + index % pieces * 16; };
-  for (uint32_t index = blockIdx.x * kExpandThreads + threadIdx.x; index < all; index += 2 * stride) {
-    const Piece piece = load(index);
-    if (index + stride < all) load(index + stride).store(place(index + stride));
-    piece.store(place(index));
+  constexpr int kFlying = 3;
+  for (uint32_t index = blockIdx.x * kExpandThreads + threadIdx.x; index < all; index += kFlying * stride) {
+    Piece flying[kFlying];
+#pragma unroll
+    for (int i = 0; i < kFlying; ++i)
+      if (index + i * stride < all) flying[i] = load(index + i * stride);
+#pragma unroll
+    for (int i = 0; i < kFlying; ++i)
+      if (index + i * stride < all) flying[i].store(place(index + i * stride));
   }
 }
 

@@ -51,9 +51,9 @@ int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* w
   const int64_t average = ceil_div(rows, experts);
   const bool floats = out.dtype == DI_F32;
   GroupedShape shape{data<uint8_t>(w), data<int>(t[kOffsets]), out.data, out.stride[0], experts,
-                     features / kGranuleRows, depth / kBlockK, features, 0, rows};
+                     features / kGranuleRows, depth / kBlockK, 0, rows};
   if (x.dtype == DI_BF16) return launch_rows(x.data, x.stride[0] * 2, depth, average, floats, false, shape, stream, e);
-  const int64_t row_bytes = depth * 2, fitting = static_cast<int64_t>(ws_bytes) / row_bytes, numbered = INT32_MAX / (depth / 16);
+  const int64_t row_bytes = depth * 2, fitting = static_cast<int64_t>(ws_bytes) / row_bytes, numbered = (1 << 30) / (depth / 16);
   const int64_t most = fitting < numbered ? fitting : numbered;
   if (most < 1)
     return refuse(e, DI_FAILED, "a workspace of %zu bytes holds no row of %lld", ws_bytes, static_cast<long long>(row_bytes));

@@ -97,28 +97,29 @@ __device__ __forceinline__ uint64_t tokens_descriptor(uint32_t lower) {
   return static_cast<uint64_t>(1024 >> 4 | kSwizzle128 << 30) << 32 | lower;
 }
 
-// Writes the tile: a thread has two neighbouring tokens of one feature; lanes l and l ^ 4 trade so that each has two
-// neighbouring features of one token.
+// Writes the tile from `out` on, the place of the thread's upper feature of the first token: a thread has two neighbouring tokens
+// of one feature; lanes l and l ^ 4 trade so that each has two neighbouring features of one token.
 template <int tile, typename Out>
-__device__ __forceinline__ void store_tile(const float (&d)[tile / 2], Out* out, int64_t pitch, int feature, int features,
-                                           int tokens) {
-  const int lane = threadIdx.x % 32, odd = lane / 4 & 1;
+__device__ __forceinline__ void store_tile(const float (&d)[tile / 2], Out* out, int64_t pitch, int tokens) {
+  const int lane = threadIdx.x % 32, odd = lane / 4 & 1, first = 2 * (lane % 4) + odd;
+  Out* to = out + first * pitch - odd;
 #pragma unroll
   for (int j = 0; j < tile / 8; ++j) {
-    const int token = 8 * j + 2 * (lane % 4) + odd;
+    float mine[2], other[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float mine = d[4 * j + 2 * half], next = d[4 * j + 2 * half + 1];
-      const float kept = odd ? next : mine, other = __shfl_xor_sync(~0u, odd ? mine : next, 4);
-      const int at = feature + 8 * half - odd;
-      if (token < tokens && at < features) {
-        const float first = odd ? other : kept, second = odd ? kept : other;
-        if constexpr (sizeof(Out) == 2)
-          *reinterpret_cast<__nv_bfloat162*>(out + token * pitch + at) = __floats2bfloat162_rn(first, second);
-        else
-          *reinterpret_cast<float2*>(out + token * pitch + at) = make_float2(first, second);
+      const float one = d[4 * j + 2 * half], next = d[4 * j + 2 * half + 1];
+      mine[half] = odd ? next : one, other[half] = __shfl_xor_sync(~0u, odd ? one : next, 4);
+    }
+    if (8 * j + first < tokens) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float low = odd ? other[half] : mine[half], high = odd ? mine[half] : other[half];
+        if constexpr (sizeof(Out) == 2) *reinterpret_cast<__nv_bfloat162*>(to + 8 * half) = __floats2bfloat162_rn(low, high);
+        else *reinterpret_cast<float2*>(to + 8 * half) = make_float2(low, high);
       }
     }
+    to += 8 * pitch;
   }
 }
 
@@ -201,7 +202,7 @@ __device__ __forceinline__ void consume(const GroupedShape& shape, const Grouped
 #pragma unroll
   for (int g = 0; g < count; ++g) {
     const int feature = (step.granule + group + g * Form::kGroups) * kGranuleRows + thread / 32 * 16 + lane / 4;
-    store_tile<tile>(d[g], out, shape.out_pitch, feature, shape.features, step.tokens);
+    store_tile<tile>(d[g], out + feature, shape.out_pitch, step.tokens);
   }
 }
 

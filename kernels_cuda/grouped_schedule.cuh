@@ -42,7 +42,7 @@ struct GroupedShape {
   const int* offsets;
   void* out;
   int64_t out_pitch;  // elements from row to row
-  int experts, granules, k_blocks, features;
+  int experts, granules, k_blocks;
   int first_row, last_row;
 };
 

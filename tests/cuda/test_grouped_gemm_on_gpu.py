@@ -100,6 +100,19 @@ def test_a_small_workspace_takes_rows_in_parts(gen, call):
     assert torch.equal(in_parts, run(call, given, weight, counts))
 
 
+@pytest.mark.parametrize("rows", [1, 16, 60])
+def test_calls_that_overlap_read_their_own_rows(rows, gen, call):
+    weight, counts = experts(gen, len(COUNTS), 512, 5120), [rows] * len(COUNTS)
+    given = [quantise(torch.randn(sum(counts), 5120, generator=gen, device="cuda"), "fp8_32") for _ in range(3)]
+    wanted = [run(call, x, weight, counts) for x in given]
+    offsets = offsets_of(counts)
+    outs = torch.full((90, *wanted[0].shape), float("nan"), dtype=torch.bfloat16, device="cuda")
+    for index, out in enumerate(outs):  # each call's kernels start while the one before runs, in the same workspace
+        call(*given[index % 3], weight, offsets, out, None)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wanted[index % 3]) for index, out in enumerate(outs))
+
+
 @pytest.mark.parametrize(("low", "high", "exponent"), [(0, 4, 110), (125, 129, 0), (125, 140, 0)])
 def test_scales_at_the_ends_are_exact(low, high, exponent, gen, call):
     weight = experts(gen, len(COUNTS), 128, 256, low, high)
