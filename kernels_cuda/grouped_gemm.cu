@@ -9,7 +9,7 @@ namespace {
 enum Argument { kX, kXScale, kValues, kScales, kOffsets, kOut, kOutScale, kArguments };
 
 using Small = GroupedForm<32, 16, 6, 3, 2, 1, true>;
-using Middle = GroupedForm<64, 64, 6, 4, 1, 4, true>;
+using Middle = GroupedForm<64, 64, 5, 3, 2, 2, false>;
 using Large = GroupedForm<128, 128, 4, 4, 1, 1, false>;
 
 template <typename Form, typename Out>
