@@ -206,6 +206,15 @@ __device__ __forceinline__ void tensor_copy3_hint(void* to, const CUtensorMap* m
       : "memory");
 }
 
+// One box of such a map from shared memory, with an L2 policy; the thread that stored may wait until the bytes were read.
+__device__ __forceinline__ void tensor_store3(const CUtensorMap* map, const void* from, int column, int row, int plane, uint64_t policy) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], [%4], %5;" ::"l"(map), "r"(column),
+               "r"(row), "r"(plane), "r"(shared_address(from)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void tensor_stores_read() {
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -261,6 +270,17 @@ __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
 
 __device__ __forceinline__ void store_shared4(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+// The reverse: register m of lane l holds columns 2 (l % 4) and + 1 of row l / 4 of matrix m.
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+// Asks that bytes of global memory be in L2; both: multiples of 16.
+__device__ __forceinline__ void prefetch_bytes(const void* address, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 
 // Asks for the line of an address, which must be one that may be read.

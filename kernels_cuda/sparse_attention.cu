@@ -1,4 +1,5 @@
 // sparse_attention: attention of each query row over its window rows and its selected compressed rows, with a sink.
+#include "sparse_attention_flat.cuh"
 #include "sparse_attention_launch.cuh"
 
 namespace {
@@ -14,16 +15,28 @@ int refusal(const di_tensor* t, const di_params* p, di_error* e) {
   if (t[Q].dtype != DI_BF16 || t[OUT].dtype != DI_BF16) return refuse(e, DI_UNSUPPORTED, "only BF16 queries and outputs are served");
   if (t[Q].shape[2] != kWidth || t[Q].shape[1] > kHeads)
     return refuse(e, DI_UNSUPPORTED, "heads of %d values and at most %d of them are served", kWidth, kHeads);
-  if (formats[0] != DI_FP8_32 || (present(t[ROWS]) && formats[1] != DI_FP8_32 && formats[1] != DI_FP4_16))
-    return refuse(e, DI_UNSUPPORTED, "fp8_32 window rows with fp4_16 or fp8_32 compressed rows are served");
   const int64_t chosen = present(t[ROWS]) ? t[ROWS].shape[1] : 0;
-  if (p->i[WINDOW_TOKENS] + chosen > kMostKeys) return refuse(e, DI_UNSUPPORTED, "at most %d keys a row are served", kMostKeys);
+  const bool flat = formats[0] == DI_ROW_BF16 && (chosen == 0 || formats[1] == DI_ROW_BF16);
+  const bool quantised = formats[0] == DI_FP8_32 && (chosen == 0 || formats[1] == DI_FP8_32 || formats[1] == DI_FP4_16);
+  if (!flat && !quantised)
+    return refuse(e, DI_UNSUPPORTED, "fp8_32 window rows with fp4_16 or fp8_32 compressed rows are served, and bf16 with bf16 rows");
+  if (quantised && p->i[WINDOW_TOKENS] + chosen > kMostKeys) return refuse(e, DI_UNSUPPORTED, "at most %d keys a row are served", kMostKeys);
   if (!rows_of_16(t[Q]) || !rows_of_16(t[OUT])) return refuse(e, DI_UNSUPPORTED, "q and out need heads that begin at multiples of 16 bytes");
   if (t[WINDOW].stride[0] % 16 != 0 || reinterpret_cast<uintptr_t>(t[WINDOW].data) % 16 != 0)
     return refuse(e, DI_UNSUPPORTED, "window rows must begin at multiples of 16 bytes");
   if (chosen != 0 && (t[COMPRESSED].stride[0] % 16 != 0 || reinterpret_cast<uintptr_t>(t[COMPRESSED].data) % 16 != 0))
     return refuse(e, DI_UNSUPPORTED, "compressed blocks must begin at multiples of 16 bytes");
   return DI_OK;
+}
+
+int launch_flat(const Arguments& a, const di_tensor& q, const di_tensor& out, cudaStream_t stream, di_error* e) {
+  constexpr auto kernel = flat::attend_flat_rows;
+  constexpr int bytes = sizeof(flat::Shared);
+  CUtensorMap query, result;
+  if (!query_map(&query, q, kHeads) || !query_map(&result, out, 16)) return refuse(e, DI_FAILED, "the driver makes no map of queries and outputs");
+  if (allow_shared<kernel>(bytes) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %d bytes", bytes);
+  kernel<<<min(a.tokens, multiprocessors()), flat::kThreads, bytes, stream>>>(a, query, result);
+  return finish(e, "sparse_attention");
 }
 
 }  // namespace
@@ -48,6 +61,7 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   a.heads = static_cast<int>(t[Q].shape[1]), a.block_rows = static_cast<int>(p->i[BLOCK_ROWS]);
   a.window_tokens = static_cast<int>(p->i[WINDOW_TOKENS]), a.scale = static_cast<float>(p->d[0]);
   a.tokens = static_cast<int>(t[Q].shape[0]), a.block = 1;
+  if (p->i[WINDOW_FORMAT] == DI_ROW_BF16) return launch_flat(a, t[Q], t[OUT], static_cast<cudaStream_t>(stream), e);
   const bool fp4 = selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16;
   return (fp4 ? launch<true, false> : launch<false, false>)(a, t[Q], static_cast<cudaStream_t>(stream), e, "sparse_attention");
 }

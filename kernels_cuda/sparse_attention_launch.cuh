@@ -10,11 +10,12 @@ inline bool rows_of_16(const di_tensor& t) {
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[2] == 1 && t.stride[1] % 8 == 0 && t.stride[0] % 8 == 0;
 }
 
-// The queries as planes of one row's heads, in boxes of 64 heads by 64 values; heads that are not there read as zero.
-inline bool query_map(CUtensorMap* map, const di_tensor& q) {
+// Queries or outputs as planes of one row's heads, in boxes of some heads by 64 values; heads that are not there read as zero
+// and are not written.
+inline bool query_map(CUtensorMap* map, const di_tensor& q, cuuint32_t heads = kHeads) {
   const cuuint64_t sizes[3] = {kWidth, static_cast<cuuint64_t>(q.shape[1]), static_cast<cuuint64_t>(q.shape[0])};
   const cuuint64_t pitches[2] = {static_cast<cuuint64_t>(2 * q.stride[1]), static_cast<cuuint64_t>(2 * q.stride[0])};
-  const cuuint32_t box[3] = {64, kHeads, 1}, steps[3] = {1, 1, 1};
+  const cuuint32_t box[3] = {64, heads, 1}, steps[3] = {1, 1, 1};
   const EncodeTiled encode = tensor_map_encoder();
   return encode != nullptr && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, q.data, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;

@@ -3,10 +3,15 @@
     python tools/cuda/bench_sparse_attention.py                                        decode and prefill, the CUDA C++ kernel
     python tools/cuda/bench_sparse_attention.py --report reports/h200/sparse_attention.json
     python tools/cuda/bench_sparse_attention.py --provider triton --only decode
+    python tools/cuda/bench_sparse_attention.py --only flat
 
 Decode: 64, 256 and 1536 query rows, one or six of a request; a ring of 134 window rows of fp8_32 (128 of them keys) and 512 of
 4096 compressed rows of fp4_16, chosen at random, in shuffled blocks of 64. Prefill: 4096 queries of one request with 65 536
 compressed rows; 512 or 1024 of them and a window of 128 from a flat store, or 640 and none. Random codes, scales and queries.
+
+Flat: the same prefill over BF16 stores that load_kv decodes beforehand, 640 or 1152 rows in any order, or 512 or 1024 ascending
+ones and a window of 128; bits_of_the_caches_rows: all bits are those of the same call over the caches. with_load_kv_us has the
+decoding of all 65 536 rows and of the window's in the graph, load_kv_share is what that adds.
 
 A graph holds one call on each of several problems that together exceed the last-level cache; a time is the median over replays
 of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in float64, and a
@@ -37,10 +42,12 @@ from report import store  # noqa: E402
 HEADS, D, WINDOW, RING, BLOCK = 64, 512, 128, 134, 64
 DECODE = ((64, 1), (256, 1), (1536, 1), (64, 6), (256, 6), (1536, 6))
 PREFILL = ((512, WINDOW), (640, 0), (1024, WINDOW))
+FLAT = ((640, 0), (512, WINDOW), (1152, 0), (1024, WINDOW))
 QUERIES, CONTEXT, PREFILL_CONTEXT = 4096, 4096, 65536
 CARD = get_card("sparse_attention")
 BY_ROW = ("q", "rows", "row_to_req", "positions")
 Args = dict[str, Any]
+Call = Callable[..., None]
 
 
 def stored_rows(count: int, format: str, gen: torch.Generator) -> torch.Tensor:
@@ -107,6 +114,27 @@ def prefill_problem(k: int, window_tokens: int, seed: int, device: str) -> Args:
     return problem(QUERIES, 1, k, PREFILL_CONTEXT, window, seed, device)
 
 
+def flat_problem(k: int, window_tokens: int, seed: int, device: str, load_kv: Call) -> tuple[Args, Args, Call]:
+    """A prefill call over the caches' rows, the same over BF16 stores decoded from them, and what decodes them again."""
+    paged = prefill_problem(k, window_tokens, seed, device)
+    if window_tokens == 0:
+        gen = torch.Generator(device).manual_seed(seed)
+        paged["rows"] = paged["rows"].gather(1, torch.rand(paged["rows"].shape, generator=gen, device=device).argsort(1))
+    flat, parts = paged | {"out": torch.full_like(paged["out"], float("nan"))}, []
+    for name, block_rows in (("window", 0), ("compressed", BLOCK)):
+        cache, count = paged[name], paged[name].shape[0] * max(block_rows, 1)
+        rows = torch.empty(count, D, dtype=torch.bfloat16, device=device)
+        parts.append((cache, ints(torch.arange(count), device), paged[f"{name}_format"], block_rows, rows))
+        flat |= {name: rows.view(torch.uint8).view(cache.shape[0], -1), f"{name}_format": "bf16"}
+
+    def load() -> None:
+        for part in parts:
+            load_kv(*part)
+
+    load()
+    return paged, flat, load
+
+
 def ordered(args: Args) -> list[Any]:
     return [args[name] for name in CARD.arg_names]
 
@@ -144,6 +172,24 @@ def measure(kernel: Callable[..., None], problems: list[Args], replays: int) -> 
     return dict(us=round(us, 1), tflops=round(flops / us * 1e-6, 1), error_over_tolerance=round(ratio, 3), problems=len(problems))
 
 
+def measure_flat(kernel: Call, k: int, window_tokens: int, load_kv: Call, replays: int) -> dict[str, Any]:
+    """As measure, over decoded stores; whether the bits are those of the caches' rows, and the time with the decoding."""
+    made = [flat_problem(k, window_tokens, seed, "cuda", load_kv) for seed in range(2)]
+    found = measure(kernel, [flat for _, flat, _ in made], replays)
+    paged, flat, _ = made[0]
+    kernel(*ordered(paged))
+    equal = torch.equal(paged["out"].view(torch.int16), flat["out"].view(torch.int16))
+
+    def both(flat: Args, load: Call) -> None:
+        load()
+        kernel(*ordered(flat))
+
+    calls = [lambda flat=flat, load=load: both(flat, load) for _, flat, load in made]
+    whole = microseconds_of_a_call(calls, replays, discarded=1)
+    share = round(whole / found["us"] - 1, 3)
+    return found | dict(bits_of_the_caches_rows=equal, with_load_kv_us=round(whole, 1), load_kv_share=share)
+
+
 def torch_us(args: Args, replays: int) -> float:
     """Two batched products and a softmax by torch, over BF16 keys that were gathered and decoded beforehand."""
     keys = args["rows"].shape[1] + args["window_tokens"]
@@ -164,37 +210,42 @@ def ceilings(device: str) -> dict[str, float]:
     return dict(matmul_tflops=round(2 * 8192**3 / product * 1e-6, 1), copy_tb_s=round(4 * (1 << 29) / copy * 1e-6, 3))
 
 
-def find_kernel(provider: str) -> tuple[str, Callable[..., None]]:
-    """The provider's kernel on the first GPU and its symbol. SystemExit where there is none."""
+def find_kernel(provider: str, op: str = CARD.name) -> tuple[str, Callable[..., None]]:
+    """The provider's kernel of an op on the first GPU and its symbol. SystemExit where there is none."""
     from deepinfer_cuda import gpu
     from deepinfer_cuda.kernels import kernels_of
 
     for kernel in kernels_of(gpu.gpu_of(0)):
-        if (kernel.op, kernel.provider) == (CARD.name, provider):
+        if (kernel.op, kernel.provider) == (op, provider):
             return kernel.symbol, kernel.fn
-    raise SystemExit(f"{provider} offers no {CARD.name} on this GPU")
+    raise SystemExit(f"{provider} offers no {op} on this GPU")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--provider", default="cuda", help="cuda (C++) or triton")
-    parser.add_argument("--only", choices=("decode", "prefill"), help="one half alone")
+    parser.add_argument("--only", choices=("decode", "prefill", "flat"), help="one part alone")
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--report", type=Path, help="JSON file to store")
     options = parser.parse_args()
     symbol, kernel = find_kernel(options.provider)
     sizes: dict[str, Any] = {}
-    for queries, per_request in DECODE if options.only != "prefill" else ():
+    for queries, per_request in DECODE if options.only in (None, "decode") else ():
         problems = [decode_problem(queries, per_request, seed, "cuda") for seed in range({64: 12, 256: 6}.get(queries, 3))]
         name = f"decode, {queries} rows, {per_request} a request"
         sizes[name] = measure(kernel, problems, options.replays)
         if (queries, per_request) == (256, 1):
             sizes[name]["torch_us"] = round(torch_us(problems[0], options.replays), 1)
         print(name, sizes[name], flush=True)
-    for k, window_tokens in PREFILL if options.only != "decode" else ():
+    for k, window_tokens in PREFILL if options.only in (None, "prefill") else ():
         problems = [prefill_problem(k, window_tokens, seed, "cuda") for seed in range(2)]
         name = f"prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
         sizes[name] = measure(kernel, problems, options.replays)
+        print(name, sizes[name], flush=True)
+    load_symbol, load_kv = find_kernel("triton", "load_kv")
+    for k, window_tokens in FLAT if options.only in (None, "flat") else ():
+        name = f"flat prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
+        sizes[name] = measure_flat(kernel, k, window_tokens, load_kv, options.replays)
         print(name, sizes[name], flush=True)
     measured = ceilings("cuda")
     print(measured)
@@ -202,7 +253,7 @@ def main() -> None:
         size["floor_us"] = round(size["us"] * size["tflops"] / measured["matmul_tflops"], 1)
         print(f"{name}: {size['us']} us, {size['us'] / size['floor_us']:.2f} of its floor of {size['floor_us']} us")
     if options.report:
-        found = dict(gpu=torch.cuda.get_device_name(0), symbol=symbol, ceilings=measured, sizes=sizes)
+        found = dict(gpu=torch.cuda.get_device_name(0), symbol=symbol, load_kv_symbol=load_symbol, ceilings=measured, sizes=sizes)
         store(options.report, shlex.join(["python", *sys.argv]), found)
 
 

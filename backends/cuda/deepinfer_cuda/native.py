@@ -65,17 +65,22 @@ def _grouped_gemm(call: CallSpec) -> Yes | No:
 
 
 MOST_SELECTED = 1536
-"""Selected rows of a query row that sparse_attention's list in shared memory has room for, beside 512 of a window."""
+"""Selected rows of a query row that sparse_attention's list in shared memory has room for, beside 512 of a window; rows of bf16
+need no such list."""
+
+ATTENDED = {"fp8_32": ("fp4_16", "fp8_32"), "bf16": ("bf16",)}
+"""Window formats of sparse_attention, and the compressed formats that each goes with."""
 
 
 def _sparse_attention(call: CallSpec) -> Yes | No:
-    """One tile of the matrix unit: up to 64 heads of 512 in BF16, over rows whose expansion to 16 bits is exact."""
+    """One tile of the matrix unit: up to 64 heads of 512 in BF16, over rows of BF16 or whose expansion to it is exact."""
     known = call.statics
-    formats = {"window_format": ("fp8_32",), "compressed_format": ("fp4_16", "fp8_32")}
+    formats = {"window_format": tuple(ATTENDED), "compressed_format": ATTENDED.get(known.get("window_format"), ())}
     for name, values in {"q": ("bf16",), "out": ("bf16",), "D": (512,), **formats}.items():
         if known.get(name) not in values:
             return No(f"it serves {name} of {' or '.join(map(str, values))}, not {known.get(name, 'what is not known yet')}")
-    if not 1 <= known.get("h", 0) <= 64 or known.get("k", 0) > MOST_SELECTED:
+    listed = known.get("k", 0) if known["window_format"] != "bf16" else 0
+    if not 1 <= known.get("h", 0) <= 64 or listed > MOST_SELECTED:
         got = f"h = {known.get('h')} and k = {known.get('k')}"
         return No(f"it serves up to 64 heads and {MOST_SELECTED} selected rows, not {got}")
     return Yes()
