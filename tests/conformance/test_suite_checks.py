@@ -334,6 +334,13 @@ def test_a_captured_kernel_that_reads_what_memory_holds_at_the_replay_passes():
     assert result.verdict == "pass" and "graphs" in result.checks, result.failures
 
 
+def test_a_kernel_that_is_too_slow_for_more_than_its_first_runs_is_not_taken_for_one_that_changes():
+    backend = Graphing(keep=False)
+    slow = replace(CORE, repeat_seconds=0.0)
+    (result,) = run_op(get_card("all_reduce"), backend.kernels(0)[0], slow, CHECKS.only("repeat"), cases=[SUMS], backend=backend)
+    assert result.verdict == "pass", result.failures
+
+
 def test_a_bit_that_changes_in_a_late_replay_is_seen():
     backend, calls = Graphing(keep=False), []
 

@@ -72,9 +72,10 @@ def _captured(problem: Problem, once: Callable[[], None]) -> Any:
 
 
 def _replay(problem: Problem, graph: Any, runs: int, deadline: float) -> None:
+    """Replays until `runs` or the deadline, once at least: what was reset before is not what a run leaves."""
     try:
         for start in range(0, runs, REPLAYS):
-            if time.monotonic() > deadline:
+            if start and time.monotonic() > deadline:
                 return
             for _ in range(min(REPLAYS, runs - start)):
                 graph.replay()
