@@ -1,13 +1,15 @@
 """Which calls the CUDA C++ kernels of a layer's small ops and of sampling take, and what the benchmark of those ops runs."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from deepinfer_cuda import native
+from deepinfer_cuda import gpu, kernels, native
 from deepinfer_hal.card import get_card
-from deepinfer_hal.kernel import CallSpec, No, Yes
+from deepinfer_hal.errors import Unsupported
+from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes, reference_kernel
 from deepinfer_hal.statics import call_spec
 from deepinfer_hal.weights import prepare_canonical
 
@@ -92,3 +94,40 @@ def test_a_wrong_result_is_named(layer):
 
     name, op, args = list(bench_layer_small.calls(*layer[:2]))[1]
     assert "out_codes differ" in bench_layer_small.check(name, op, twice, args)
+
+
+@pytest.fixture
+def two_providers(monkeypatch):
+    """A GPU that is offered a portable kernel for every op of the layer and of sampling, and the CUDA C++ ones."""
+
+    def kernel(op: str, provider: str, **more) -> Kernel:
+        return replace(reference_kernel(get_card(op)), provider=provider, symbol=f"{provider}::{op}", **more)
+
+    ops = ("rms_norm", "quantise", "top_logprobs", "draft_attention")
+    made = [kernel(op, "triton", priority=50) for op in ops]
+    made += [kernel(op, "cuda", priority=native.PRIORITY, supports=native.supports) for op in ops[1:]]
+    monkeypatch.setattr(gpu, "gpu_of", lambda index: None)
+    monkeypatch.setattr(kernels, "kernels_of", lambda found: made)
+
+
+def test_each_call_of_the_benchmark_is_run_by_the_kernel_that_serves_it(layer, two_providers):
+    w, a, gen = layer
+    offered = bench_layer_small.offered(None, {})
+    plan = [*bench_layer_small.calls(w, a), *bench_layer_small.source_calls(w, a, bench_layer_small.engram(gen, "cpu"), gen)]
+    served = {name: bench_layer_small.kernel_of(offered, op, args).symbol for name, op, args, *_ in plan if op in offered}
+    assert served == {"query norm": "triton::rms_norm", "output codes": "cuda::quantise", "index codes": "triton::quantise"}
+    codes = next(call for call in bench_layer_small.source_calls(w, a, bench_layer_small.engram(gen, "cpu"), gen)
+                 if call[0] == "index codes")  # fmt: skip
+    with pytest.raises(Unsupported, match="'quantise': cuda::quantise: "):
+        bench_layer_small.kernel_of(bench_layer_small.offered("cuda", {}), *codes[1:3])
+    with pytest.raises(Unsupported, match="'rope': none is offered"):
+        bench_layer_small.kernel_of(offered, "rope", plan[2][2])
+
+
+@pytest.mark.parametrize("op", ["top_logprobs", "draft_attention"])
+def test_a_call_of_sampling_is_run_by_the_kernel_of_its_statics(op, two_providers):
+    offered, card = bench_layer_small.offered(None, {}), get_card(op)
+    for case in card.enumerate_cases():
+        args = card.generate(case, 0, "cpu", prepare_canonical)
+        wanted = "cuda" if native.supports(call_spec(card, args)) == Yes() else "triton"
+        assert bench_layer_small.kernel_of(offered, op, tuple(args.values())).provider == wanted

@@ -1,6 +1,6 @@
 """Times what a layer of V4.1-Flash runs outside attention, GEMM, index and experts, on one GPU.
 
-    python tools/cuda/bench_layer_small.py                         64 decode rows, every kernel that the backend offers
+    python tools/cuda/bench_layer_small.py                         64 decode rows, each call by the kernel that serves it
     python tools/cuda/bench_layer_small.py --rows 256 --report reports/h200/layer_small.json
     python tools/cuda/bench_layer_small.py --provider triton rope_heads=8      Triton alone, with a changed target
 
@@ -36,9 +36,11 @@ sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal",
 
 import torch  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
-from deepinfer_hal.kernel import CallSpec, Yes  # noqa: E402
+from deepinfer_hal.errors import Unsupported  # noqa: E402
+from deepinfer_hal.kernel import Kernel, Yes  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
 from deepinfer_hal.row_layout import block_bytes  # noqa: E402
+from deepinfer_hal.statics import call_spec  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle  # noqa: E402
 from graph_timing import microseconds  # noqa: E402
 from report import store  # noqa: E402
@@ -48,6 +50,7 @@ RING, POSITIONS, EPS = 134, 65536, 1e-20
 LAYERS, INDEX_HEADS, INDEX_D, CARRY, NGRAMS, ENGRAM_D, TABLE_ROWS, VOCAB = 40, 32, 128, 7, 24, 256, 1 << 21, 129280
 BF16, F32, U8, I32, I64 = torch.bfloat16, torch.float32, torch.uint8, torch.int32, torch.int64
 CODE_SHARE = 0.01
+Offered = dict[str, list[Kernel]]
 TURNS = 4
 """How often a graph goes round its layers, so that starting it weighs little."""
 
@@ -176,8 +179,8 @@ def source_calls(w: SimpleNamespace, a: SimpleNamespace, e: SimpleNamespace, gen
     yield "Engram gate", "engram_gate", (kv, e.q_weight, e.k_weight, EPS, None, a.streams), 2
 
 
-def offered(provider: str | None, changes: dict[str, int]) -> dict[str, Any]:
-    """Op to the kernel of the highest priority that the backend offers, of one provider if asked."""
+def offered(provider: str | None, changes: dict[str, int]) -> Offered:
+    """Op to the kernels that the backend offers, the highest priority first, of one provider if asked."""
     from deepinfer_cuda import gpu
     from deepinfer_cuda.kernels import kernels_of
     from deepinfer_triton.provider import triton_kernels
@@ -188,12 +191,23 @@ def offered(provider: str | None, changes: dict[str, int]) -> dict[str, Any]:
         made = triton_kernels(dataclasses.replace(cuda_target(*found.capability), **changes))
     else:
         made = kernels_of(found)
-    chosen: dict[str, Any] = {}
-    for kernel in sorted(made, key=lambda kernel: kernel.priority):
-        statics = {"x": "bf16", "streams": "bf16", "out": "bf16", "format": "fp8_32", "m": STREAMS, "H": H, "E": EXPERTS}
-        if provider in (None, kernel.provider) and isinstance(kernel.supports(CallSpec(kernel.op, statics)), Yes):
-            chosen[kernel.op] = kernel
-    return chosen
+    found_by_op: Offered = {}
+    for kernel in sorted(made, key=lambda kernel: -kernel.priority):
+        if provider in (None, kernel.provider):
+            found_by_op.setdefault(kernel.op, []).append(kernel)
+    return found_by_op
+
+
+def kernel_of(kernels: Offered, op: str, args: tuple[Any, ...]) -> Kernel:
+    """The first kernel that serves this call, as the dispatcher would choose. Raises Unsupported with every kernel's reason."""
+    spec = call_spec(get_card(op), get_card(op).bind_args(args, {}))
+    refused = []
+    for kernel in kernels.get(op, ()):
+        answer = kernel.supports(spec)
+        if isinstance(answer, Yes):
+            return kernel
+        refused.append(f"{kernel.symbol}: {answer.reason}")
+    raise Unsupported(f"no kernel serves this call of op {op!r}: {'; '.join(refused) or 'none is offered'}")
 
 
 def check(name: str, op: str, fn: Callable[..., None], args: tuple[Any, ...]) -> str:
@@ -246,17 +260,18 @@ def ceilings(samples: int) -> tuple[float, float]:
     return launch, rate
 
 
-def sequence(kernels: dict[str, Any], plan: list[tuple[str, str, tuple[Any, ...]]]) -> Callable[[], None]:
-    """What runs the calls of a plan in order."""
+def sequence(kernels: Offered, plan: list[tuple[str, str, tuple[Any, ...]]]) -> Callable[[], None]:
+    """What runs the calls of a plan in order, each by the kernel that serves it."""
+    bound = [(kernel_of(kernels, op, args).fn, args) for _, op, args in plan]
 
     def run() -> None:
-        for _, op, args in plan:
-            kernels[op].fn(*args)
+        for fn, args in bound:
+            fn(*args)
 
     return run
 
 
-def measure(rows: int, layers: int, samples: int, kernels: dict[str, Any]) -> dict[str, Any]:
+def measure(rows: int, layers: int, samples: int, kernels: Offered) -> dict[str, Any]:
     """The whole result, as plain values."""
     gen = torch.Generator("cuda").manual_seed(11)
     own = [weights(gen, "cuda") for _ in range(layers)]
@@ -269,12 +284,13 @@ def measure(rows: int, layers: int, samples: int, kernels: dict[str, Any]) -> di
         return microseconds(sequence(kernels, plan * TURNS), samples) / (layers * TURNS)
 
     def row_of(name: str, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
-        if fault := check(name, op, kernels[op].fn, args):
+        kernel = kernel_of(kernels, op, args)
+        if fault := check(name, op, kernel.fn, args):
             wrong.append(fault)
-        kernels[op].fn(*args)  # what follows reads it
+        kernel.fn(*args)  # what follows reads it
         nbytes = get_card(op).cost(get_card(op).bind_args(args, {})).bytes
         floor = max(launch_us, nbytes / rate * 1e6)
-        return {"name": name, "op": op, "symbol": kernels[op].symbol, "bytes": nbytes, "floor_us": floor}
+        return {"name": name, "op": op, "symbol": kernel.symbol, "bytes": nbytes, "floor_us": floor}
 
     plans = {mode: [list(calls(w, a)) for w, a in pairs] for mode, pairs in modes.items()}
     ops = []

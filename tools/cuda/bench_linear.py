@@ -5,7 +5,8 @@
 Each figure is the median over replays of a CUDA graph of many calls that go round weights and activations larger than the
 L2 together, random data. Beside it, in the same run: torch's tensorwise FP8 product of the same size (`torch._scaled_mm`, the
 better of both accumulations; `torch.mm` beside BF16 ones), a copy and a BF16 product as ceilings. One call of each size is first
-held against float64.
+held against float64. With --seconds, sizes that have not begun by then are left out, and named. The report is stored after every
+size.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import argparse
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+START = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", "hal")]
 
@@ -161,35 +165,48 @@ def measure(library: CLibrary, shape: str, rows: int, with_torch: bool) -> Row:
     return Row(shape, rows, us, flops / us / 1e6, weight_bytes / us / 1e6, theirs, ratio, kernels_of(calls[0]))
 
 
+def measured(library: CLibrary, sizes: list[tuple[str, int]], with_torch: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    """The result so far, as plain values, after each of the sizes (shape, rows)."""
+    device = {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    result: dict[str, Any] = {"device": device, "ceilings": ceilings(), "replays": REPLAYS, "left_out": [], "rows": []}
+    for shape, rows in sizes:
+        if time.monotonic() - START > seconds:
+            result["left_out"].append(f"{shape} {rows} rows")
+        else:
+            torch.cuda.empty_cache()
+            result["rows"].append(asdict(measure(library, shape, rows, with_torch)))
+        yield result
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A size's figures as a line."""
+    line = "{shape} {rows:5d} rows  {us:7.1f} us  {tflops:6.1f} TFLOP/s  {tb_per_s:5.2f} TB/s".format(**row)
+    return line if row["ratio"] is None else line + "  torch {torch_us:7.1f} us, ratio {ratio:.2f}".format(**row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 4096])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=[*SHAPES, *DENSE_SHAPES])
     parser.add_argument("--no-torch", action="store_true", help="the library alone")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further size is begun")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     library = CLibrary(
         args.library.resolve(), lambda: torch.cuda.current_stream().cuda_stream, workspace=(room.data_ptr(), room.numel())
     )
-    found = []
-    for rows in args.rows:
-        for shape in args.shapes:
-            row = measure(library, shape, rows, not args.no_torch)
-            found.append(row)
-            beside = "" if row.ratio is None else f"  torch {row.torch_us:7.1f} us, ratio {row.ratio:.2f}"
-            print(
-                f"{shape} {rows:5d} rows  {row.us:7.1f} us  {row.tflops:6.1f} TFLOP/s  {row.tb_per_s:5.2f} TB/s{beside}",
-                flush=True,
-            )
-            torch.cuda.empty_cache()
-    told = ceilings()
-    print(", ".join(f"{name} {value:.2f}" for name, value in told.items()))
-    if args.json:
-        device = {"name": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        report = {"device": device, "ceilings": told, "replays": REPLAYS, "rows": [asdict(row) for row in found]}
-        store(args.json, shlex.join(["python", *sys.argv]), report)
+    sizes, told = [(shape, rows) for rows in args.rows for shape in args.shapes], 0
+    for result in measured(library, sizes, not args.no_torch, args.seconds):
+        for row in result["rows"][told:]:
+            print(shown(row), flush=True)
+        told = len(result["rows"])
+        if args.json:
+            store(args.json, shlex.join(["python", *sys.argv]), result)
+    print(", ".join(f"{name} {value:.2f}" for name, value in result["ceilings"].items()))
+    if result["left_out"]:
+        print(f"left out after {args.seconds} s: {', '.join(result['left_out'])}")
 
 
 if __name__ == "__main__":

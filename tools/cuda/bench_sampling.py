@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal", "backends/cuda", "backends/triton")]
 
 import torch  # noqa: E402
-from bench_layer_small import ceilings, check, offered  # noqa: E402
+from bench_layer_small import Offered, ceilings, check, kernel_of, offered  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.row_layout import block_bytes  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, prepare_canonical  # noqa: E402
@@ -144,7 +144,7 @@ def calls(rows: int, seed: int, only: str) -> Iterator[Call]:
     return (call for call in made if call[0].startswith(only))
 
 
-def measure(rows: int, samples: int, only: str, seconds: float, kernels: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measure(rows: int, samples: int, only: str, seconds: float, kernels: Offered) -> Iterator[dict[str, Any]]:
     """The result so far, as plain values, after each call."""
     launch_us, rate = ceilings(samples)
     result = {"gpu": torch.cuda.get_device_name(), "rows": rows, "launch_us": launch_us, "copy_bytes_per_second": rate}
@@ -153,7 +153,8 @@ def measure(rows: int, samples: int, only: str, seconds: float, kernels: dict[st
         if time.monotonic() - START > seconds:
             result["left_out"].append(name)
             continue
-        problem = check(name, op, kernels[op].fn, args)
+        kernel = kernel_of(kernels, op, args)
+        problem = check(name, op, kernel.fn, args)
         result["wrong"] += [problem] if problem else []
         nbytes = get_card(op).cost(get_card(op).bind_args(args, {})).bytes
         buffers = [args] + [
@@ -161,14 +162,14 @@ def measure(rows: int, samples: int, only: str, seconds: float, kernels: dict[st
             for _ in range(min(MOST_BUFFERS, CACHE_BYTES // max(nbytes, 1)))
         ]
 
-        def run(fn: Any = kernels[op].fn, buffers: Any = buffers) -> None:
+        def run(fn: Any = kernel.fn, buffers: Any = buffers) -> None:
             for one in buffers:
                 fn(*one)
 
         spent = microseconds(run, samples) / len(buffers)
         floor = max(launch_us, nbytes / rate * 1e6)
         del buffers, run
-        row = {"name": name, "op": op, "symbol": kernels[op].symbol, "bytes": nbytes, "us": spent, "floor_us": floor}
+        row = {"name": name, "op": op, "symbol": kernel.symbol, "bytes": nbytes, "us": spent, "floor_us": floor}
         result["ops"].append(row)
         yield result
 
