@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings
+from deepinfer_hal.dispatch import Choice
 
 from deepinfer.bench.extrapolate import DRAFTS, extrapolate, missing_kinds, whole_model_ops
 from deepinfer.bench.op_times import Timing, time_run
@@ -80,7 +82,7 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
         "steps": steps,
         "gaps": gaps,
         "kernels": bench.kernels,
-        "reference_fallbacks": bench.fallbacks,
+        "reference_fallbacks": dict(bench.fallbacks),
     }
     text = cut.model.text
     for step in steps:
@@ -109,8 +111,8 @@ class _Bench:
         self.deadline, self.phases, self.interrupted = deadline, phases, False
         self.backend, self.index, self.model, self.ceilings, self.say = backend, index, model, ceilings, say
         self.bound: BoundNetwork | None = None
-        self.kernels: list[dict[str, Any]] = []
-        self.fallbacks: dict[str, int] = {}
+        self.choices: dict[tuple[str, str, str], Choice] = {}
+        self.fallbacks: Counter[str] = Counter()
         has_graphs = backend.capabilities(index).graphs
         self.graphs = backend.graphs(index) if has_graphs else None
 
@@ -135,6 +137,22 @@ class _Bench:
         except Exception as error:  # a benchmark of many sizes outlives one that cannot be run
             self.say(f"{what}: {type(error).__name__}: {error}")
             return {**what, "error": f"{type(error).__name__}: {error}"}
+        finally:
+            self._note_kernels()
+
+    def _note_kernels(self) -> None:
+        """Adds what the network's ops are served by, after all parts of a step: only then is all of it decided. Networks of
+        several sizes may be served differently."""
+        if self.bound is not None:
+            dispatcher = self.bound.dispatcher
+            for choice in dispatcher.decided():
+                self.choices.setdefault((choice.op, choice.role, choice.symbol), choice)
+            self.fallbacks |= dispatcher.fallbacks
+
+    @property
+    def kernels(self) -> list[dict[str, Any]]:
+        """Every distinct choice of the steps so far, by op, role and symbol."""
+        return [vars(self.choices[key]) for key in sorted(self.choices)]
 
     def _not_run(self) -> str:
         """Why nothing more is measured; empty where the benchmark goes on."""
@@ -173,8 +191,6 @@ class _Bench:
         with self.phases("first calls"):
             step = StepBench(self.model, self.bound, what["requests"], what["tokens"], before, logits_each)
             step.whole()  # what serves a call may be known only when it is made
-        self.kernels = [vars(choice) for choice in step.dispatcher.table()]
-        self.fallbacks = dict(step.dispatcher.fallbacks)
         prefill, drafts = what["kind"] == "prefill", what["kind"] == "verify" or with_ops
         reason = "a prefill is not captured" if prefill else eager_reason(step.dispatcher, step.outside | DRAFT_ONLY)
         if self.graphs is None:

@@ -95,6 +95,8 @@ class Dispatcher:
             raise BadCall(f"fallback must be {' or '.join(FALLBACKS)}, got {self.fallback!r}")
         self._offers: dict[str, list[Kernel]] = {}
         self._bound: dict[tuple[str, str], Choice] = {}
+        self._left_open: set[tuple[str, str]] = set()
+        self._settled: set[tuple[str, str]] = set()
         kernels = () if self.only_reference else tuple(self.backend.kernels(self.index))
         mistakes = tuple(one for kernel in kernels for one in _kernel_mistakes(kernel))
         if mistakes:
@@ -120,6 +122,7 @@ class Dispatcher:
             )
         self.choices.setdefault((op, role), choice)
         self.fallbacks.update(() if chosen.picky else chosen.falls)
+        (self._left_open if chosen.picky else self._settled).add((op, role))
         call = self._late(card, role, chosen) if chosen.picky else kernel.fn
         if self.debug_checks:
             call = _checked(card, call)
@@ -140,6 +143,7 @@ class Dispatcher:
             names.append(f"{role} #{len(names) + 1}" if names else role)
             facts = (kernel.provider, kernel.symbol, kernel.invariant, tuple(refused), eager)
             self.choices[card.name, names[-1]] = Choice(card.name, names[-1], *facts)
+            self._settled.add((card.name, names[-1]))
             self.fallbacks.update(chosen.falls if last else ())
 
         asked = chosen.asked
@@ -230,6 +234,12 @@ class Dispatcher:
     def table(self) -> list[Choice]:
         """All choices made so far, by op and role; each prints as a sentence."""
         return [self.choices[key] for key in sorted(self.choices)]
+
+    def decided(self) -> list[Choice]:
+        """The table without what its first call has yet to decide: there it names the kernel that was bound, which may never
+        serve."""
+        undecided = self._left_open - self._settled
+        return [choice for choice in self.table() if (choice.op, choice.role) not in undecided]
 
 
 def _symbols(part: _Candidate) -> str:

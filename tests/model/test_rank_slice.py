@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from deepinfer_cpu.backend import CpuBackend
+from deepinfer_hal.card import get_card
+from deepinfer_hal.kernel import No, Yes, reference_kernel
 from deepinfer_hal.row_layout import read_rows
 from recording_backend import RecordingBackend
 
@@ -187,6 +190,27 @@ class TestMeasuring:
 
     def test_kernels_are_named(self, result):
         assert any(kernel["op"] == "sparse_attention" and kernel["symbol"] for kernel in result["kernels"])
+
+    def test_a_kernel_is_named_if_it_served_in_any_step_and_not_if_it_was_bound_alone(self):
+        def known(name):
+            return lambda call: Yes() if call.statics.get(name) else No(f"{name} is not known")
+
+        class Picky(CpuBackend):
+            def kernels(self, index):
+                made = [
+                    replace(
+                        reference_kernel(get_card(op)), provider="own", symbol=f"own_{op}", supports=known(name), priority=200
+                    )
+                    for op, name in (("draft_attention", "window_format"), ("top_logprobs", "logits"))
+                ]
+                return [*super().kernels(index), *made]
+
+        found = measure(Picky(), 0, make_slice(NANO, 2, 2), Workload((1,), (1,), 128, (64,), ()))
+        assert not any("error" in step for step in found["steps"]) and found["steps"][-1]["kind"] == "prefill"
+        named = {op: [one["symbol"] for one in found["kernels"] if one["op"] == op] for op in ("draft_attention", "top_logprobs")}
+        assert named == {"draft_attention": ["own_draft_attention"], "top_logprobs": []}
+        assert len({(one["op"], one["role"], one["symbol"]) for one in found["kernels"]}) == len(found["kernels"])
+        assert "draft_attention" not in found["reference_fallbacks"]
 
     def test_a_step_that_fails_is_told_and_the_others_go_on(self, monkeypatch):
         class Failing(rank_slice.StepBench):

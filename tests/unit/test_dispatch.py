@@ -131,7 +131,7 @@ class TestWhatTheStaticsLeaveOpen:
         calls: list[str] = []
         given = dispatcher(self.only("fp8", calls, weight="fp8_block32"), self.only("bf16", calls, priority=5, weight="bf16"))
         bound = given.bind("linear", "wq_b", x="u8")
-        assert given.choices["linear", "wq_b"].symbol == "reference::linear" and not given.fallbacks
+        assert given.choices["linear", "wq_b"].symbol == "reference::linear" and not given.fallbacks and not given.decided()
         served = {"fp8_block32": "fp8", "bf16": "bf16"}
         for case in get_card("linear").enumerate_cases():
             args = get_card("linear").generate(case, 0, "cpu", prepare_canonical)
@@ -142,6 +142,7 @@ class TestWhatTheStaticsLeaveOpen:
         table = {one.role: one.symbol for one in given.table()}
         assert set(table.values()) == {"fp8", "bf16", "reference::linear"} and len(table) == 3
         assert {"wq_b", "wq_b #2", "wq_b #3"} == set(table) and given.fallbacks["linear"] == 1
+        assert given.decided() == given.table()
 
     def test_sizes_of_the_weight_are_known_then(self):
         seen = {}
@@ -167,6 +168,7 @@ class TestWhatTheStaticsLeaveOpen:
         given = dispatcher(self.only("fp8", [], weight="fp8_block32"), kernel("linear", "plain"))
         statics = call_spec(get_card("linear"), first_case("linear")).statics
         assert given.bind("linear", **statics) is given.bind("linear", **statics)
+        assert given.decided() == given.table() != []
 
     def test_a_call_that_nobody_serves_harms_no_other(self):
         calls: list[str] = []

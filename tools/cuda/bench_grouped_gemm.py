@@ -8,7 +8,7 @@ routing of 6 among 384 gives 8, 64 and 256 rows. Rows are fp8_32 codes. Each tim
 calls, over weights that exceed the last-level cache (16 experts: two sets in turn). TB/s counts the bytes of codes and scales of
 the experts that have rows. Before a shape is timed, every kind of row it has is checked against float64 products at the card's
 tolerance. torch's own op is `torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over 4 GiB and
-a BF16 product of 8192^3.
+a BF16 product of 8192^3. The report is stored after every point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,36 +125,40 @@ def ceilings(samples: int) -> dict[str, float]:
     return {"copy_tb_per_s": 2 * large.nbytes / copy * 1e-6, "bf16_tflop_per_s": 2 * 8192**3 / product * 1e-6}
 
 
-def measure(experts: list[int], samples: int) -> dict[str, Any]:
-    """The whole result, as plain values."""
+def points(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
+    """One after another, each as plain values."""
     gen = torch.Generator("cuda").manual_seed(7)
     call = native.library(torch.device("cuda", 0)).bind(get_card("grouped_gemm"))
-    points = []
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):
         for count in experts:
             sets = [random_weight(count, shape, gen) for _ in range(2 if count <= 16 else 1)]
             for rows in BARS:
                 point = measured(call, sets, [rows] * count, gen, samples)
-                points.append(shown({"name": f"{name}, {rows} rows", **point, "bar": f"{BARS[rows] * share:.2f} TB/s"}))
+                yield {"name": f"{name}, {rows} rows", **point, "bar": f"{BARS[rows] * share:.2f} TB/s"}
             if count == EXPERTS and shape == GATE_UP:
                 for kind, exponent in (("uniform", 0.0), ("Zipf", 1.0)):
                     for rows in (8, 64, 256):
                         point = measured(call, sets, routed(rows, exponent), gen, samples)
-                        points.append(shown({"name": f"{kind} routing, {rows} rows", **point, "bar": "2.80 TB/s"}))
+                        yield {"name": f"{kind} routing, {rows} rows", **point, "bar": "2.80 TB/s"}
             del sets
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):  # last: they heat the chip
         for count in (some for some in experts if some <= 48):
             point = measured(call, [random_weight(count, shape, gen)], [1024] * count, gen, samples)
             own = torchs_own(count, 1024, shape, gen, samples) if count == 16 else None
             bar = f"{500 * share:.0f} TFLOP/s"
-            points.append(shown({"name": f"{name}, 1024 rows", **point, "torch_grouped_mm_us": own, "bar": bar}))
-    skew = (
-        [points_of(points, f"{kind} routing, 256 rows")["tb_per_s"] for kind in ("uniform", "Zipf")] if EXPERTS in experts else []
-    )
-    return {
-        "gpu": torch.cuda.get_device_name(), "symbol": "di_grouped_gemm", **library_facts(), **ceilings(samples),
-        "points": points, "zipf_over_uniform": skew[0] / skew[1] if skew else None,
-    }  # fmt: skip
+            yield {"name": f"{name}, 1024 rows", **point, "torch_grouped_mm_us": own, "bar": bar}
+
+
+def measure(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
+    """The result so far, as plain values, after each point; the last has the ceilings too."""
+    found: list[dict[str, Any]] = []
+    result = {"gpu": torch.cuda.get_device_name(), "symbol": "di_grouped_gemm", **library_facts(), "points": found}
+    for point in points(experts, samples):
+        found.append(shown(point))
+        yield result
+    kinds = ("uniform", "Zipf") if EXPERTS in experts else ()
+    skew = [points_of(found, f"{kind} routing, 256 rows")["tb_per_s"] for kind in kinds]
+    yield {**result, **ceilings(samples), "zipf_over_uniform": skew[0] / skew[1] if skew else None}
 
 
 def library_facts() -> dict[str, Any]:
@@ -176,7 +180,7 @@ def points_of(points: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def shown(point: dict[str, Any]) -> dict[str, Any]:
     """The point, printed."""
     figures = "{us:9.1f} us {tb_per_s:5.2f} TB/s {tflop_per_s:6.1f} TFLOP/s, bar {bar} {wrong}"
-    print(("{name:26s} E {experts:3d} ({active:3d} active) " + figures).format(**point))
+    print(("{name:26s} E {experts:3d} ({active:3d} active) " + figures).format(**point), flush=True)
     return point
 
 
@@ -186,12 +190,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--samples", type=int, default=9, help="replays of which the median is taken")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
-    result = measure(options.experts, options.samples)
+    for result in measure(options.experts, options.samples):
+        if options.report:
+            store(options.report, shlex.join(["python", "tools/cuda/bench_grouped_gemm.py", *arguments]), result)
     if result["zipf_over_uniform"]:
         print("Zipf routing over uniform at equal bytes, 256 rows: {zipf_over_uniform:.2f}, bar 1.15".format(**result))
     print("copy {copy_tb_per_s:.2f} TB/s, BF16 {bf16_tflop_per_s:.0f} TFLOP/s".format(**result))
-    if options.report:
-        store(options.report, shlex.join(["python", "tools/cuda/bench_grouped_gemm.py", *arguments]), result)
     return 1 if any(point["wrong"] for point in result["points"]) else 0
 
 

@@ -7,7 +7,7 @@ Each time is the median of replays of a CUDA graph that rotates over sets of buf
 filled with random codes, scales, queries and weights. What is timed is checked first: scores of sampled rows against the card's
 float64 reference, selections exactly against the card's reference on the same scores. The ceilings are measured in the same
 run. FLOPs count two for each head, width and visible key of a row; bytes count each request's keys once. `torch` is torch.topk
-followed by a sort of the indices, on the same scores.
+followed by a sort of the indices, on the same scores. The report is stored after every case.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ def offered(provider: str | None) -> dict[str, Kernel]:
     return chosen
 
 
-def measure(kernels: dict[str, Kernel], samples: int) -> dict[str, Any]:
-    """The whole result, as plain values."""
+def measure(kernels: dict[str, Kernel], samples: int) -> Iterator[dict[str, Any]]:
+    """The result so far, as plain values, after each case."""
     torch.manual_seed(11)
     score, topk, pool = (kernels[op].fn for op in ("score_index", "select_topk", "select_candidate_blocks"))
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), **ceilings(samples), "cases": []}
@@ -263,7 +263,7 @@ def measure(kernels: dict[str, Kernel], samples: int) -> dict[str, Any]:
                 f"  {case.bar:20s}{wrong}",
                 flush=True,
             )
-    return result
+            yield result
 
 
 def main(arguments: list[str]) -> int:
@@ -272,9 +272,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--provider", help="kernels of this provider alone")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
-    result = measure(offered(options.provider), options.samples)
-    if options.report:
-        store(options.report, shlex.join(["python", "tools/cuda/bench_index.py", *arguments]), result)
+    for result in measure(offered(options.provider), options.samples):
+        if options.report:
+            store(options.report, shlex.join(["python", "tools/cuda/bench_index.py", *arguments]), result)
     return 1 if any(case["wrong"] for case in result["cases"]) else 0
 
 

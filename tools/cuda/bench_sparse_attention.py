@@ -17,7 +17,8 @@ A graph holds one call on each of several problems that together exceed the last
 of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in float64, and a
 row alone must have the bits that it has in the batch. In the same run: the rates of a large copy and of a large BF16 product,
 and, at 256 rows, torch's own products and softmax over keys gathered and decoded beforehand. floor_us is the time of the work
-at the product's rate, had the weights been one BF16 number each; the kernel's two parts make it half as much again.
+at the product's rate, had the weights been one BF16 number each; the kernel's two parts make it half as much again. The report
+is stored after every size.
 """
 
 from __future__ import annotations
@@ -228,33 +229,33 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--report", type=Path, help="JSON file to store")
     options = parser.parse_args()
-    symbol, kernel = find_kernel(options.provider)
-    sizes: dict[str, Any] = {}
+    (symbol, kernel), (load_symbol, load_kv) = find_kernel(options.provider), find_kernel("triton", "load_kv")
+    measured, sizes = ceilings("cuda"), {}
+    print(measured)
+    found = dict(gpu=torch.cuda.get_device_name(0), symbol=symbol, load_kv_symbol=load_symbol, ceilings=measured, sizes=sizes)
+
+    def keep(name: str, size: dict[str, Any]) -> None:
+        """Adds a size with its floor, and stores what there is."""
+        floor = round(size["us"] * size["tflops"] / measured["matmul_tflops"], 1)
+        sizes[name] = size | dict(floor_us=floor)
+        print(f"{name}: {size['us'] / floor:.2f} of its floor,", sizes[name], flush=True)
+        if options.report:
+            store(options.report, shlex.join(["python", *sys.argv]), found)
+
     for queries, per_request in DECODE if options.only in (None, "decode") else ():
         problems = [decode_problem(queries, per_request, seed, "cuda") for seed in range({64: 12, 256: 6}.get(queries, 3))]
         name = f"decode, {queries} rows, {per_request} a request"
-        sizes[name] = measure(kernel, problems, options.replays)
+        size = measure(kernel, problems, options.replays)
         if (queries, per_request) == (256, 1):
-            sizes[name]["torch_us"] = round(torch_us(problems[0], options.replays), 1)
-        print(name, sizes[name], flush=True)
+            size["torch_us"] = round(torch_us(problems[0], options.replays), 1)
+        keep(name, size)
     for k, window_tokens in PREFILL if options.only in (None, "prefill") else ():
         problems = [prefill_problem(k, window_tokens, seed, "cuda") for seed in range(2)]
         name = f"prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
-        sizes[name] = measure(kernel, problems, options.replays)
-        print(name, sizes[name], flush=True)
-    load_symbol, load_kv = find_kernel("triton", "load_kv")
+        keep(name, measure(kernel, problems, options.replays))
     for k, window_tokens in FLAT if options.only in (None, "flat") else ():
         name = f"flat prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
-        sizes[name] = measure_flat(kernel, k, window_tokens, load_kv, options.replays)
-        print(name, sizes[name], flush=True)
-    measured = ceilings("cuda")
-    print(measured)
-    for name, size in sizes.items():
-        size["floor_us"] = round(size["us"] * size["tflops"] / measured["matmul_tflops"], 1)
-        print(f"{name}: {size['us']} us, {size['us'] / size['floor_us']:.2f} of its floor of {size['floor_us']} us")
-    if options.report:
-        found = dict(gpu=torch.cuda.get_device_name(0), symbol=symbol, load_kv_symbol=load_symbol, ceilings=measured, sizes=sizes)
-        store(options.report, shlex.join(["python", *sys.argv]), found)
+        keep(name, measure_flat(kernel, k, window_tokens, load_kv, options.replays))
 
 
 if __name__ == "__main__":
