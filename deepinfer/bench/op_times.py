@@ -45,6 +45,11 @@ class OpCalls:
         """Type of the products that set the op's floor."""
         return "float8_e4m3fn" if self.op in _FLOAT8_OPS and self.role not in ("head", "gate") else "bfloat16"
 
+    def run(self) -> None:
+        """Makes the calls once more, in order."""
+        for call in self.calls:
+            call()
+
 
 class OpRecorder:
     """The dispatcher's observer: keeps every call, and the part of the step (`.part`) in which it was made."""
@@ -55,6 +60,8 @@ class OpRecorder:
 
     def __call__(self, card: Any, args: Mapping[str, Any], call: Callable[[], None]) -> None:
         role = next((value.role for value in args.values() if isinstance(value, WeightHandle)), "")
+        if "block_table" in args:  # layers of another kind select rows that this one's cache may not have
+            role = ""
         key = card.name, role or self.part.rpartition(" ")[2]
         group = self.found.setdefault(key, OpCalls(*key))
         call()

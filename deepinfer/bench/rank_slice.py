@@ -215,7 +215,11 @@ class _Bench:
         return time_run(self.backend, self.index, run, graphs, self.phases)
 
     def _ops(self, step: StepBench, parts: dict[str, Callable[[], None]]) -> list[dict[str, Any]]:
-        """Time, bytes and FLOPs of every op, most expensive first; `parts`: in which part of the step each call was made."""
+        """Time, bytes and FLOPs of every op, most expensive first; `parts`: in which part of the step each call was made.
+
+        Layers share their buffers, and rows that one selects may not exist in another's cache: so an op is timed right after
+        the last part that calls it, while the buffers hold what it read there.
+        """
         recorder = step.recorder
         recorder.found.clear()
         step.dispatcher.observer = recorder
@@ -225,18 +229,16 @@ class _Bench:
         step.dispatcher.observer = None
         eager = {op for choice in step.dispatcher.table() for op in choice.eager}
         rows = []
-        for group in recorder.found.values():
-            graphs = None if group.op in eager else self.graphs
-
-            def run(group: Any = group) -> None:
-                for call in group.calls:
-                    call()
-
-            timing = self._time(run, graphs)
-            rows.append({
-                "op": group.op, "role": group.role, "calls": len(group.calls), "parts": group.parts,
-                "seconds": timing.median, "graph": timing.graph, "bytes": group.nbytes, "flops": group.flops,
-                "dtype": group.dtype,
-            })  # fmt: skip
+        for part, run in parts.items():
+            with self.phases("recording ops"):
+                run()
+            for group in recorder.found.values():
+                if group.parts[-1] == part:
+                    timing = self._time(group.run, None if group.op in eager else self.graphs)
+                    rows.append({
+                        "op": group.op, "role": group.role, "calls": len(group.calls), "parts": group.parts,
+                        "seconds": timing.median, "graph": timing.graph, "bytes": group.nbytes, "flops": group.flops,
+                        "dtype": group.dtype,
+                    })  # fmt: skip
         recorder.found.clear()
         return sorted(rows, key=lambda row: -row["seconds"])

@@ -114,10 +114,34 @@ class HostMark:
         return 1e3 * (later.at - self.at)
 
 
+SELECTING = {"sparse_attention", "attention_decode_layer"}
+"""Ops that read rows which an earlier layer selected."""
+
+
 def test_the_token_after_the_context_has_a_place_in_the_history():
     model = SliceModel(CpuBackend(), 0, make_slice(NANO, 2, 2), sequences=1, context=256)
     step = rank_slice.StepBench(model, rank_slice.BoundNetwork(model, 5), 1, 1, before=255)
     assert int(step.positions.max()) < model.state.history.shape[1]
+
+
+def test_an_op_is_timed_over_the_rows_that_its_own_layer_selected():
+    held = []
+
+    class Watching(CpuBackend):
+        def kernels(self, index):
+            return [replace(one, fn=watched(one)) if one.op in SELECTING else one for one in super().kernels(index)]
+
+    def watched(kernel):
+        def call(*args):
+            given = get_card(kernel.op).bind_args(args, {})
+            if given["rows"] is not None:
+                held.append(int(given["rows"].max()) < given["block_table"].shape[1] * given["block_rows"])
+            kernel.fn(*args)
+
+        return call
+
+    found = measure(Watching(), 0, make_slice(NANO, 6, 2), Workload((1,), (), 128, (), (1,)))
+    assert {op["op"] for op in found["steps"][0]["ops"]} & SELECTING and held and all(held)
 
 
 def test_a_prefill_whose_index_scores_come_in_pieces_gives_the_same_logits(monkeypatch):
