@@ -252,11 +252,6 @@ struct Value {
     __syncwarp();
     mbarrier_arrive(&s.empty[unit]);
   }
-  __device__ __forceinline__ void write_zeros(int t) {
-    const int thread = half * kGroup + 32 * warp + lane;
-    for (int i = thread; i < a.heads * kWidth / 8; i += 2 * kGroup)
-      *reinterpret_cast<uint4*>(a.out + t * a.out_row + i / (kWidth / 8) * a.out_head + i % (kWidth / 8) * 8) = make_uint4(0, 0, 0, 0);
-  }
 
   __device__ __forceinline__ void run() {
     const int tokens = rows_of(a);
@@ -265,7 +260,7 @@ struct Value {
     Place place;
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
       const int keys = take_keys(s, index);
-      if (keys == 0) write_zeros(t);
+      if (keys == 0) write_zeros(a, t, half * kGroup + 32 * warp + lane);
       if (keys <= 0) continue;
       const int steps = steps_of(keys);
       place.advance(kHeld);

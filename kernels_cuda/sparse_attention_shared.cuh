@@ -76,4 +76,10 @@ __device__ __forceinline__ int take_keys(Shared& s, int index) {
   return keys;
 }
 
+// The output of a row without keys, by the two value groups; `thread` counts theirs.
+__device__ __forceinline__ void write_zeros(const Arguments& a, int t, int thread) {
+  for (int i = thread; i < a.heads * kWidth / 8; i += 2 * kGroup)
+    *reinterpret_cast<uint4*>(a.out + t * a.out_row + i / (kWidth / 8) * a.out_head + i % (kWidth / 8) * 8) = make_uint4(0, 0, 0, 0);
+}
+
 }  // namespace di::attention
