@@ -39,10 +39,8 @@ struct IndexRun {
   int first, rows, request, seen;
 };
 
-constexpr int kStartCost = 448;  // of a run: its queries, which take as long as seven tiles of one row
-
 // Work of a run: its queries to load, tiles to score, then tiles that only get -inf. A tile costs about a row's more than its
-// rows.
+// rows, the queries as much as some tiles.
 struct IndexWork {
   int tiles, fills, start_cost, tile_cost, fill_cost, cost;
 };
@@ -55,7 +53,7 @@ __device__ __forceinline__ IndexWork index_work(const IndexCall& c, const IndexR
   w.fills = all - w.tiles;
   w.tile_cost = 32 * run.rows + 32;
   w.fill_cost = run.rows;
-  w.start_cost = w.tiles > 0 ? kStartCost : 0;
+  w.start_cost = w.tiles > 0 ? 7 * w.tile_cost : 0;
   w.cost = w.start_cost + w.tiles * w.tile_cost + w.fills * w.fill_cost;
   return w;
 }

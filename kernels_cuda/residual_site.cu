@@ -41,6 +41,11 @@ struct Place {
         post(settled(reinterpret_cast<const float4*>(site.post) + row)),
         comb(settled(reinterpret_cast<const float4*>(site.comb) + static_cast<int64_t>(row) * kStreams)), row(row), g(lane / 4),
         pair(lane % 4) {}
+  __device__ __forceinline__ void advance(int rows, int hidden) {
+    const int64_t values = static_cast<int64_t>(rows) * hidden;
+    streams += values * kStreams, out += values, y += values;
+    pre += rows, post += rows, comb += rows * kStreams, row += rows;
+  }
 };
 
 // What a thread keeps of its two rows.
@@ -101,18 +106,20 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kSums][kPitch], const P
   }
 }
 
-template <bool kPost>
+// kMany: a block has every gridDim.y-th tile of 16 rows, so that it cuts its columns of the projection once.
+template <bool kPost, bool kMany>
 __global__ void __launch_bounds__(kThreads, 1) take_kernel(const Site site) {
   __shared__ float sums[kWarps][kSums][kPitch];
   extern __shared__ __align__(16) uint8_t room[];
   constexpr int kTurns = (kSums * kRows + kThreads - 1) / kThreads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, blocks = gridDim.x, hidden = site.hidden;
-  const int column = block * kWidth + warp * kColumns + lane % 4 * 4, first = site.first_row + blockIdx.y * kRows;
+  const int column = block * kWidth + warp * kColumns + lane % 4 * 4;
+  int first = site.first_row + blockIdx.y * kRows;
   const int warps = min(kWarps, (hidden - block * kWidth + kColumns - 1) / kColumns);
   start_dependents();
   const Projection projection(room);
   if (warp < warps) take_projection(site, projection, lane / 4, column);  // weights: no kernel before writes them
-  const Place at(site, first + lane / 4, column, lane);
+  Place at(site, first + lane / 4, column, lane);
   float* to[kTurns];  // of the sums that this thread adds
   int from[kTurns], row_of[kTurns];
 #pragma unroll
@@ -126,20 +133,32 @@ __global__ void __launch_bounds__(kThreads, 1) take_kernel(const Site site) {
   wait_for_producer();
   const int last = valid_rows(count, rows);
   if (first >= last) return;
-  if (warp < warps) {
-    Kept kept;
-    take_streams<kPost>(at, last, hidden, kept);
-    leave_sums(sums[warp], projection, at, kept);
+#pragma unroll 1
+  while (true) {
+    if (warp < warps) {
+      Kept kept;
+      take_streams<kPost>(at, last, hidden, kept);
+      leave_sums(sums[warp], projection, at, kept);
+    }
+    __syncthreads();
+    float sum[kTurns] = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w)
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) sum[turn] += w < warps ? (&sums[w][0][0])[from[turn]] : 0.0f;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn)
+      if (row_of[turn] < kRows && first + row_of[turn] < last) *to[turn] = sum[turn];
+    if constexpr (!kMany) return;
+    const int step = gridDim.y * kRows;
+    first += step;
+    if (first >= last) return;
+    at.advance(step, hidden);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn)
+      to[turn] += static_cast<int64_t>(step) * blocks * ((threadIdx.x + turn * kThreads) % kSums < kNorm ? kMixes + 1 : 1);
+    __syncthreads();  // the sums are read
   }
-  __syncthreads();
-  float sum[kTurns] = {};
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w)
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) sum[turn] += w < warps ? (&sums[w][0][0])[from[turn]] : 0.0f;
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn)
-    if (row_of[turn] < kRows && first + row_of[turn] < last) *to[turn] = sum[turn];
 }
 
 // Norms a row that lies collapsed in the output, sixteen columns a thread, and makes its codes if asked for. `weight` is that of
@@ -212,14 +231,16 @@ int launch(Site site, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* 
   const int blocks = static_cast<int>(ceil_div(site.hidden, kWidth)), bytes = kRoom;
   const int64_t room = static_cast<int64_t>(ws_bytes / (blocks * kSums * sizeof(float))) / kRows * kRows;
   if (room == 0 && site.rows > 0) return refuse(e, DI_BAD_CALL, "residual_site needs a workspace, it got %zu bytes", ws_bytes);
-  const cudaError_t status = allow_shared<take_kernel<kPost>>(bytes);
+  const cudaError_t status = std::max(allow_shared<take_kernel<kPost, false>>(bytes), allow_shared<take_kernel<kPost, true>>(bytes));
   if (status != cudaSuccess) return refuse(e, DI_FAILED, "residual_site: %s", cudaGetErrorString(status));
+  const int64_t most_tiles = std::max(1, multiprocessors() / blocks);  // of 16 rows, at a time
   const int finishers = 32 + (kNormed ? std::min(static_cast<int>(round_up(site.hidden / kEach, 32)), kMostFinishers - 32) : 0);
   for (; site.first_row < site.rows; site.first_row += room) {
     const int rows = static_cast<int>(std::min<int64_t>(room, site.rows - site.first_row));
     site.sums = static_cast<float*>(ws), site.norms = site.sums + static_cast<int64_t>(rows) * blocks * (kMixes + 1);
-    const dim3 grid(blocks, static_cast<unsigned>(ceil_div(rows, kRows)));
-    launch_early(take_kernel<kPost>, grid, kThreads, bytes, stream, site);
+    const int64_t tiles = ceil_div(rows, kRows);
+    const dim3 grid(blocks, static_cast<unsigned>(std::min(tiles, most_tiles)));
+    launch_early(tiles > most_tiles ? take_kernel<kPost, true> : take_kernel<kPost, false>, grid, kThreads, bytes, stream, site);
     launch_early(finish_kernel<kNormed>, dim3(rows), finishers, 0, stream, site, blocks);
   }
   return finish(e, "residual_site");

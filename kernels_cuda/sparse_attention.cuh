@@ -100,6 +100,7 @@ struct Score {
 
   // Weights of 32 keys in two parts, once those of the step before are done with.
   __device__ __forceinline__ void store(int half, uint32_t serial) {
+    mbarrier_wait(&s.unweighed[half], (serial & 1) ^ 1);
     uint32_t coarse[8], fine[8];
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -109,7 +110,6 @@ struct Score {
       fine[k] = E::pack(x - E::low(coarse[k]), y - E::high(coarse[k]));
       sum[i] += x + y;
     }
-    mbarrier_wait(&s.unweighed[half], (serial & 1) ^ 1);
     const uint32_t base = shared_address(s.weights) + piece_offset(row(0), 0) + 4 * (lane & 3);  // Piece j: ^ 16 j.
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -122,8 +122,7 @@ struct Score {
   __device__ __forceinline__ void share(int i) {
     float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
     total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-    const float sink = row(i) < a.heads ? a.sink[row(i)] : 0.0f;
-    if ((lane & 3) == 0) s.share[row(i)] = E::kUnit / (total + power2(sink * kLog2e - reference[i]));
+    if ((lane & 3) == 0) s.share[row(i)] = E::kUnit / (total + power2(s.sink[row(i)] - reference[i]));
   }
 
   __device__ __forceinline__ void run() {
@@ -262,6 +261,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant
     for (int i = 0; i < kLists; ++i) mbarrier_init(&s.listed[i], 1), mbarrier_init(&s.unlisted[i], 3 * kGroup);
     fence_mbarrier_init();
   }
+  if (threadIdx.x < kHeads) s.sink[threadIdx.x] = threadIdx.x < a.heads ? a.sink[threadIdx.x] * kLog2e : 0.0f;
   __syncthreads();
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp < kGatherWarps) {

@@ -6,13 +6,7 @@
 
 namespace di::attention {
 
-// The offset at a place of the list, in bytes.
-__device__ __forceinline__ uint64_t stored_at(uint32_t address, bool some) {
-  uint32_t offset;
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.shared.b32 %0, [%1]; }"
-               : "=&r"(offset) : "r"(address), "r"(static_cast<int>(some)) : "memory");
-  return static_cast<uint64_t>(offset) << 4;
-}
+constexpr uint32_t kNone = 0xFFFFFFFFu;
 
 // 16 bytes, or zeros without an access.
 __device__ __forceinline__ void load_some16(uint4& v, const uint8_t* from, bool some) {
@@ -22,15 +16,10 @@ __device__ __forceinline__ void load_some16(uint4& v, const uint8_t* from, bool 
       : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(from), "r"(static_cast<int>(some)));
 }
 
-// One or two bytes, or zero without an access.
-template <int bytes>
-__device__ __forceinline__ void load_some(uint32_t& v, const uint8_t* from, bool some) {
-  if (bytes == 1)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u8 %0, [%1]; }"
-                 : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)));
-  else
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
-                 : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)));
+// Two bytes, or zero without an access.
+__device__ __forceinline__ void load_some2(uint32_t& v, const uint8_t* from, bool some) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
+               : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)));
 }
 // Raw bytes of one batch of rows, held by a thread between its loads and its stores.
 constexpr int kFinds = 16 / kGatherWarps;  // Rows that a thread looks up at once.
@@ -152,31 +141,34 @@ struct Gather {
     return true;
   }
 
-  // Asks for a batch. Rows past the list, and those of the other kind, give zeros.
+  // Asks for a batch. Rows past the list, and those of the other kind, give zeros. Their places are read first, so that no load
+  // waits for the place of the one after it.
   __device__ __forceinline__ void load(const Unit& u) {
-    if (u.kind == 2) {
+    const int lane = anew(this->lane), warp = anew(this->warp);
+    const bool narrow = fp4 && u.kind == 2;
+    const int window = s.window_of[u.slot], keys = s.keys_of[u.slot];
+    const int first = u.step * kStep + (narrow ? 2 * warp + (lane >> 4) : 32 * u.kind + warp), pitch = narrow ? 16 : 8;
+    uint32_t place[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) load4(u, i);
-    } else if (u.kind < 2) {
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) load8(u, u.kind, i);
+    for (int i = 0; i < kBatch; ++i) {
+      const int row = first + pitch * i;
+      place[i] = row < keys && (!fp4 || (row < window) != narrow) ? s.offset[u.slot][row] : kNone;
     }
+    const int codes = 16 * (narrow ? lane & 15 : lane), scales = narrow ? kWidth / 2 + 2 * (lane & 15) : kWidth + (lane >> 1 & ~1);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) load_row(i, fp4 ? !narrow : first + pitch * i < window, place[i], codes, scales);
   }
-  __device__ __forceinline__ void load4(const Unit& u, int i) {
-    const int lane = anew(this->lane), warp = anew(this->warp);
-    const int row = u.step * kStep + 2 * warp + (lane >> 4) + 2 * kGatherWarps * i, h = lane & 15;
-    const bool mine = row >= s.window_of[u.slot] && row < s.keys_of[u.slot];
-    const uint8_t* from = a.compressed + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
-    load_some16(batch.codes[i], from + 16 * h, mine);
-    load_some<2>(batch.scales[i], from + kWidth / 2 + 2 * h, mine);
+  __device__ __forceinline__ void load_row(int i, bool in_window, uint32_t place, int codes, int scales) {
+    const uint8_t* from = (in_window ? a.window : a.compressed) + (static_cast<uint64_t>(place) << 4);
+    load_some16(batch.codes[i], from + codes, place != kNone);
+    load_some2(batch.scales[i], from + scales, place != kNone);
   }
-  __device__ __forceinline__ void load8(const Unit& u, int kind, int i) {
-    const int lane = anew(this->lane), warp = anew(this->warp);
-    const int row = u.step * kStep + 32 * kind + warp + kGatherWarps * i;
-    const bool in_window = row < s.window_of[u.slot], mine = row < s.keys_of[u.slot] && (!fp4 || in_window);
-    const uint8_t* from = (fp4 || in_window ? a.window : a.compressed) + stored_at(shared_address(s.offset[u.slot]) + 4 * row, mine);
-    load_some16(batch.codes[i], from + 16 * lane, mine);
-    load_some<1>(batch.scales[i], from + kWidth + (lane >> 1), mine);
+  // Row i of a step's second batch of fp8_32 rows.
+  __device__ __forceinline__ void load8(const Unit& u, int i) {
+    const int lane = anew(this->lane), warp = anew(this->warp), row = u.step * kStep + 32 + warp + 8 * i;
+    const bool in_window = row < s.window_of[u.slot];
+    const uint32_t place = row < s.keys_of[u.slot] && (!fp4 || in_window) ? s.offset[u.slot][row] : kNone;
+    load_row(i, fp4 || in_window, place, 16 * lane, kWidth + (lane >> 1 & ~1));
   }
 
   // Expands a batch into a tile. Rows of the other kind are left alone. The loops have no branch, so that rows overlap.
@@ -194,7 +186,7 @@ struct Gather {
     for (int i = 0; i < kBatch; ++i) {
       if (i < kBatch - 1) hold(batch.codes[i + 1], batch.scales[i + 1]);
       const uint4 c = batch.codes[i];
-      const uint32_t scale = E::ue8m0(batch.scales[i]);
+      const uint32_t scale = E::ue8m0(lane & 2 ? batch.scales[i] >> 8 : batch.scales[i] & 0xFF);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         uint32_t v[4];
@@ -202,7 +194,7 @@ struct Gather {
         E::fp8(late == j ? c.y : c.w, scale, v[2], v[3]);
         store16(at[j] + i * 128 * kGatherWarps, v, !fp4 || kGatherWarps * i < left);
       }
-      if (rolling) load8(u, 1, i);
+      if (rolling) load8(u, i);
     }
   }
   // Lane h of half a warp holds pieces 4 h to 4 h + 3 and takes piece j ^ (h / 2) % 4 of them as its j-th.

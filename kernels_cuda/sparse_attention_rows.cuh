@@ -60,15 +60,13 @@ struct Bf16 {
     first = fp8_pair(word, 0x1404, scale);
     second = fp8_pair(word, 0x3424, scale);
   }
+  // A code's magnitude goes to bits 6 to 8 (the code times 2^-126) and its sign to bit 15: one product by 2^6 + 2^12 puts it in
+  // both places. Bytes of nibbles have a clear sign, so a selector of 8 and more gives a zero byte.
   static __device__ __forceinline__ void fp4(uint32_t word, uint32_t scale, uint32_t (&out)[4]) {
-    const uint32_t odd = word >> 4;
-    constexpr uint32_t selectors[4] = {0x4400, 0x5511, 0x6622, 0x7733};
+    const uint32_t even = word & 0x0F0F0F0Fu, odd = (word >> 4) & 0x0F0F0F0Fu;
+    constexpr uint32_t selectors[4] = {0x8480, 0x8581, 0x8682, 0x8783};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t t = permute_bytes(word, odd, selectors[i]);
-      const uint32_t bits = ((t << 12) & 0x80008000u) | ((t << 6) & 0x01C001C0u);  // The code times 2^-126.
-      out[i] = multiply(bits, scale);
-    }
+    for (int i = 0; i < 4; ++i) out[i] = multiply(permute_bytes(even, odd, selectors[i]) * 0x1040u & 0x81C081C0u, scale);
   }
   template <int N, int transposed_b, int R>
   static __device__ __forceinline__ void product(float (&d)[R], uint64_t a, uint64_t b, bool accumulate) {

@@ -34,6 +34,7 @@ struct Shared {
   alignas(1024) uint8_t weights[2][kSlab];  // The step's weights in two parts.
   uint32_t offset[kLists][kMostKeys];  // Of a list's rows in their store, in units of 16 bytes.
   float shrink[kHeads];                // What the output so far is multiplied by before the step is added; first half of the weights.
+  float sink[kHeads];                  // Times log2 e.
   float share[kHeads];                 // At a row's last step, what the output is multiplied by in the end; second half.
   // Stages empty and weights come and go by halves of 32 keys.
   uint64_t full[kStages], empty[kStages][2], weighed[2], unweighed[2], listed[kLists], unlisted[kLists], queried;
