@@ -26,6 +26,7 @@ import dataclasses
 import itertools
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,14 +272,22 @@ def sequence(kernels: Offered, plan: list[tuple[str, str, tuple[Any, ...]]]) -> 
     return run
 
 
-def measure(rows: int, layers: int, samples: int, kernels: Offered) -> dict[str, Any]:
-    """The whole result, as plain values."""
+def measure(
+    rows: int, layers: int, samples: int, kernels: Offered, seconds: float, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Hands the result, as plain values, to `keep` whenever something was added to it; begins nothing after `seconds`."""
+    began = time.monotonic()
     gen = torch.Generator("cuda").manual_seed(11)
     own = [weights(gen, "cuda") for _ in range(layers)]
     cold = [activations(rows, gen, "cuda") for _ in range(layers)]
     modes = {"cold": list(zip(own, cold, strict=True)), "warm": [(w, cold[0]) for w in own]}
     launch_us, rate = ceilings(samples)
-    wrong: list[str] = []
+    ops: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "rows": rows, "layers": layers, "launch_us": launch_us,
+        "copy_bytes_per_second": rate, "wrong": [], "left_out": [], "ops": ops, "source_ops": sources,
+    }  # fmt: skip
 
     def per_layer(plan: list[tuple[str, str, tuple[Any, ...]]]) -> float:
         return microseconds(sequence(kernels, plan * TURNS), samples) / (layers * TURNS)
@@ -286,30 +295,57 @@ def measure(rows: int, layers: int, samples: int, kernels: Offered) -> dict[str,
     def row_of(name: str, op: str, args: tuple[Any, ...]) -> dict[str, Any]:
         kernel = kernel_of(kernels, op, args)
         if fault := check(name, op, kernel.fn, args):
-            wrong.append(fault)
+            result["wrong"].append(fault)
         kernel.fn(*args)  # what follows reads it
         nbytes = get_card(op).cost(get_card(op).bind_args(args, {})).bytes
         floor = max(launch_us, nbytes / rate * 1e6)
         return {"name": name, "op": op, "symbol": kernel.symbol, "bytes": nbytes, "floor_us": floor}
 
+    def in_time(name: str) -> bool:
+        if time.monotonic() - began > seconds:
+            result["left_out"].append(name)
+        return not result["left_out"]
+
     plans = {mode: [list(calls(w, a)) for w, a in pairs] for mode, pairs in modes.items()}
-    ops = []
-    for index, call in enumerate(plans["cold"][0]):
-        row = row_of(*call)
-        ops.append(row | {f"{mode}_us": per_layer([layer[index] for layer in plan]) for mode, plan in plans.items()})
+    ops.extend(row_of(*call) for call in plans["cold"][0])
+    result["floor_us"] = sum(row["floor_us"] for row in ops)
+    for mode, plan in plans.items():
+        if in_time(f"{mode} layer"):
+            result[f"{mode}_layer_us"] = per_layer(list(itertools.chain(*plan)))
+            keep(result)
+    for (index, row), (mode, plan) in itertools.product(enumerate(ops), plans.items()):
+        if in_time(f"{mode} {row['name']}"):
+            row[f"{mode}_us"] = per_layer([layer[index] for layer in plan])
+            keep(result)
     table = engram(gen, "cuda")
     others = [list(source_calls(w, a, table, gen)) for w, a in modes["cold"]]
-    sources = []
     for index, (*call, of_layers) in enumerate(others[0]):
-        row = row_of(*call)
-        sources.append({**row, "layers": of_layers, "cold_us": per_layer([layer[index][:3] for layer in others])})
-    result = {"rows": rows, "layers": layers, "launch_us": launch_us, "copy_bytes_per_second": rate, "wrong": wrong}
-    for mode, plan in plans.items():
-        result[f"{mode}_layer_us"] = per_layer(list(itertools.chain(*plan)))
-        result[f"{mode}_ops_us"] = sum(row[f"{mode}_us"] for row in ops)
-    result["floor_us"] = sum(row["floor_us"] for row in ops)
-    result["source_us_per_layer"] = sum(row["cold_us"] * row["layers"] for row in sources) / LAYERS
-    return {"gpu": torch.cuda.get_device_name(), **result, "ops": ops, "source_ops": sources}
+        if in_time(call[0]):
+            sources.append(row_of(*call) | {"layers": of_layers, "cold_us": per_layer([layer[index][:3] for layer in others])})
+            keep(result)
+    if not result["left_out"]:
+        result |= {f"{mode}_ops_us": sum(row[f"{mode}_us"] for row in ops) for mode in plans}
+        result["source_us_per_layer"] = sum(row["cold_us"] * row["layers"] for row in sources) / LAYERS
+    keep(result)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the result as a table; what was left out has no figure."""
+
+    def said(row: dict[str, Any], key: str) -> str:
+        return f"{row[key]:6.2f}" if key in row else "     -"
+
+    for row in result["ops"]:
+        print(f"{row['name']:16s} cold {said(row, 'cold_us')}  warm {said(row, 'warm_us')}  floor {row['floor_us']:5.2f} us  "
+              f"{row['symbol']}")  # fmt: skip
+    for row in result["source_ops"]:
+        print("{name:16s} cold {cold_us:6.2f}  in {layers} of 40   floor {floor_us:5.2f} us  {symbol}".format(**row))
+    print(f"a layer: cold {said(result, 'cold_layer_us')}, warm {said(result, 'warm_layer_us')}, sums of ops "
+          f"{said(result, 'cold_ops_us')} and {said(result, 'warm_ops_us')}, floor {result['floor_us']:.2f} us; sources add "
+          f"{said(result, 'source_us_per_layer')}; launch {result['launch_us']:.2f}")  # fmt: skip
+    if result["left_out"]:
+        print(f"left out for want of time: {', '.join(result['left_out'])}")
+    print("\n".join(result["wrong"]) or "all outputs that were checked agree with their cards")
 
 
 def main(arguments: list[str]) -> int:
@@ -318,21 +354,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layers", type=int, default=8, help="layers that a graph holds")
     parser.add_argument("--samples", type=int, default=30, help="of which the median is taken")
     parser.add_argument("--provider", help="kernels of this provider alone")
-    parser.add_argument("--report", type=Path, help="where to store the JSON")
+    parser.add_argument("--seconds", type=float, default=60.0, help="begin no further measurement after that")
+    parser.add_argument("--report", type=Path, help="where to store the JSON, after each measurement")
     parser.add_argument("changes", nargs="*", help="field=value of the Triton target (Triton kernels alone)")
     options = parser.parse_args(arguments)
     changes = {name: int(value) for name, value in (one.split("=") for one in options.changes)}
-    result = measure(options.rows, options.layers, options.samples, offered(options.provider, changes))
-    for row in result["ops"]:
-        print("{name:16s} cold {cold_us:6.2f}  warm {warm_us:6.2f}  floor {floor_us:5.2f} us  {symbol}".format(**row))
-    for row in result["source_ops"]:
-        print("{name:16s} cold {cold_us:6.2f}  in {layers} of 40   floor {floor_us:5.2f} us  {symbol}".format(**row))
-    print("a layer: cold {cold_layer_us:.2f}, warm {warm_layer_us:.2f}, sums of ops {cold_ops_us:.2f} and {warm_ops_us:.2f}, "
-          "floor {floor_us:.2f} us; sources add {source_us_per_layer:.2f}; launch {launch_us:.2f}".format(**result))  # fmt: skip
-    print("\n".join(result["wrong"]) or "all outputs agree with their cards")
-    if options.report:
-        store(options.report, shlex.join(["python", "tools/cuda/bench_layer_small.py", *arguments]), result)
-    return 1 if result["wrong"] else 0
+    command = shlex.join(["python", "tools/cuda/bench_layer_small.py", *arguments])
+    found: dict[str, Any] = {}
+
+    def keep(result: dict[str, Any]) -> None:
+        found.update(result)
+        if options.report:
+            store(options.report, command, result)
+
+    measure(options.rows, options.layers, options.samples, offered(options.provider, changes), options.seconds, keep)
+    show(found)
+    return 1 if found["wrong"] or found["left_out"] else 0
 
 
 if __name__ == "__main__":
