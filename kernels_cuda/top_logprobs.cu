@@ -4,7 +4,8 @@
 //   it, how many come before the chosen token, and each thread's own largest logit.
 // pick_kernel: a block has a row. The k-th largest of the threads' maxima is no larger than the k-th largest logit, so the best
 //   lie with the few threads that reach it. Their columns are read again, and what reaches it is put in order by counting.
-//   Where too many are equal, or fewer than k can be picked, the k-th logit is found exactly, by its bits.
+//   Where too many reach that bound or fewer than k can be picked, those above it are found and its equals are taken from the
+//   left; if those are too many as well, the k-th logit is found exactly, by its bits.
 //
 // The columns of a thread and the order of every sum depend on the vocabulary alone.
 #include <algorithm>
@@ -183,6 +184,40 @@ __device__ __forceinline__ void store_found(const Call& c, const Row& of, int64_
   }
 }
 
+// The places from `place` to the k-th are those of the first columns whose key is `level`.
+__device__ __forceinline__ void store_ties(const Call& c, const Row& of, int64_t row, uint32_t level, int place, Found& f) {
+  constexpr int kLoads = 16, kPart = 32 * kLoads, kTile = kPart * (kPickers / 32);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int start = 0, turn = 0; start < c.vocabulary && place < c.k; start += kTile, turn ^= 1) {
+    const int first = start + warp * kPart + lane;
+    uint32_t there[kLoads];
+    int mine = 0, before = 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int column = first + 32 * i;
+      there[i] = __ballot_sync(kAll, column < c.vocabulary && ordered(of.logits[column]) == level);
+      mine += __popc(there[i]);
+    }
+    if (lane == 0) f.sums[turn][warp] = mine;
+    __syncthreads();
+    int all = 0;
+#pragma unroll
+    for (int other = 0; other < kPickers / 32; ++other) {
+      before += other < warp ? f.sums[turn][other] : 0;
+      all += f.sums[turn][other];
+    }
+    int at = place + before;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int own = at + __popc(there[i] & ((1u << lane) - 1));
+      if ((there[i] >> lane & 1) && own < c.k) store_pick(c, of, row, own, first + 32 * i);
+      at += __popc(there[i]);
+    }
+    place += all;
+  }
+}
+
 // The exact way, for any row: all above the k-th value, then its equals from the left.
 __device__ __forceinline__ void pick_exactly(const Call& c, const Row& of, int64_t row, Found& f) {
   const auto sweep = [&](auto each) {
@@ -201,22 +236,32 @@ __device__ __forceinline__ void pick_exactly(const Call& c, const Row& of, int64
   });
   __syncthreads();
   store_found(c, of, row, f);
-  int place = f.count;
-  for (int start = 0; start < c.vocabulary && place < c.k; start += 32 * kPickers) {  // threads have neighbouring columns
-    int mine = 0;
-    const int first = start + threadIdx.x * 32, last = min(first + 32, c.vocabulary);
-    for (int column = first; column < last; ++column) mine += ordered(of.logits[column]) == kth;
-    __syncthreads();
-    f.segment[threadIdx.x] = mine;
-    __syncthreads();
-    int at = place;
-    for (int thread = 0; thread < kPickers; ++thread) {
-      if (thread < static_cast<int>(threadIdx.x)) at += f.segment[thread];
-      place += f.segment[thread];
-    }
-    for (int column = first; column < last && at < c.k; ++column)
-      if (ordered(of.logits[column]) == kth) store_pick(c, of, row, at++, column);
+  store_ties(c, of, row, kth, f.count, f);
+}
+
+// Finds the columns whose keys reach `least`, from the threads that have one; each(use) calls use(thread, largest key) for the
+// threads of the row. False if there are too many.
+template <typename Each>
+__device__ __forceinline__ bool gather(const Call& c, const Row& of, uint32_t least, Found& f, Each each) {
+  __syncthreads();
+  if (threadIdx.x == 0) f.count = f.segments = 0;
+  __syncthreads();
+  each([&](int thread, uint32_t key) {
+    if (key < least) return;
+    const int place = atomicAdd(&f.segments, 1);
+    if (place < kMostFound) f.segment[place] = thread;
+  });
+  __syncthreads();
+  if (f.segments > kMostFound) return false;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < f.segments * kEach; i += kPickers) {
+    const int segment = f.segment[i / kEach];
+    const int column = segment / kThreads * kSlice + segment % kThreads + i % kEach * kThreads;
+    const uint32_t key = column < c.vocabulary ? ordered(of.logits[column]) : 0;
+    if (key >= least) add(f, key, column);
   }
+  __syncthreads();
+  return f.count <= kMostFound;
 }
 
 __global__ void __launch_bounds__(kPickers) pick_kernel(const Call c) {
@@ -236,7 +281,6 @@ __global__ void __launch_bounds__(kPickers) pick_kernel(const Call c) {
     const float nan = __uint_as_float(0x7FC00000u);
     c.chosen_logprob[row] = of.usable && token >= 0 ? of.logits[token] - of.peak - of.log_total : nan;
     c.chosen_rank[row] = token < 0 ? 0 : of.usable ? of.before + 1 : 1;
-    f.count = f.segments = 0;
   }
   if (!of.usable) {  // no logarithm of such a row is a number
     for (int i = threadIdx.x; i < c.k; i += kPickers) c.ids[row * c.k + i] = i, c.values[row * c.k + i] = -INFINITY;
@@ -254,25 +298,12 @@ __global__ void __launch_bounds__(kPickers) pick_kernel(const Call c) {
     each([&](int, uint32_t key) { count += key >= value; });
     return count;
   });
-  if (bound == 0) return pick_exactly(c, of, row, f);  // fewer threads than k have anything
-  each([&](int thread, uint32_t key) {
-    if (key < bound) return;
-    const int place = atomicAdd(&f.segments, 1);
-    if (place < kMostFound) f.segment[place] = thread;
-  });
-  __syncthreads();
-  if (f.segments <= kMostFound) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < f.segments * kEach; i += kPickers) {
-      const int segment = f.segment[i / kEach];
-      const int column = segment / kThreads * kSlice + segment % kThreads + i % kEach * kThreads;
-      const uint32_t key = column < c.vocabulary ? ordered(of.logits[column]) : 0;
-      if (key >= bound) add(f, key, column);
-    }
-    __syncthreads();
-    if (f.count <= kMostFound) return store_found(c, of, row, f);
+  if (bound != 0 && gather(c, of, bound, f, each)) return store_found(c, of, row, f);
+  // Too many reach the bound, or it is 0, so that -inf may be among the k. What exceeds it comes first, and those may be few.
+  if (gather(c, of, bound + 1, f, each)) {
+    store_found(c, of, row, f);
+    return store_ties(c, of, row, bound, f.count, f);
   }
-  __syncthreads();
   pick_exactly(c, of, row, f);
 }
 

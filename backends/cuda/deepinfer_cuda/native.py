@@ -117,6 +117,7 @@ _SUPPORTS = {
     "mask_logits": _everything,
     "quantise": serves_quantise,
     "residual_site": serves_site,
+    "sample": _everything,
     "sparse_attention": _sparse_attention,
     "score_index": _score_index,
     "select_candidate_blocks": _everything,
