@@ -2,13 +2,13 @@
 //
 //   Wgmma<64>::bf16_ss(d, a, b, true)      D[64, 64] += A[64, 16] B[64, 16]^T, both BF16 in shared memory (descriptors)
 //   Wgmma<64>::bf16_rs(d, fragment, b, true)   the same with A in registers
-//   Wgmma<64>::e4m3_ss / e4m3_rs           K = 32, both operands e4m3
+//   Wgmma<64>::e4m3_ss / e4m3_rs           K = 32, both operands e4m3; e5m2_rs: both e5m2
 //
 // d[N / 2]: thread t of the warpgroup (warp w = t / 32, lane l = t % 32) holds, for column group j < N / 8,
 //   d[4 j], d[4 j + 1]     row 16 w + l / 4,     columns 8 j + 2 (l % 4) and + 1
 //   d[4 j + 2], d[4 j + 3] row 16 w + l / 4 + 8, the same columns
 // A in registers (BF16): a[0] row 16 w + l / 4, K 2 (l % 4), + 1; a[1] row + 8; a[2] K + 8; a[3] row + 8, K + 8.
-// A in registers (e4m3): the same with four codes of K 4 (l % 4) .. + 3, and K + 16 in a[2], a[3].
+// A in registers (e4m3, e5m2): the same with four codes of K 4 (l % 4) .. + 3, and K + 16 in a[2], a[3].
 //
 // Call wgmma_fence() before the first of a series, wgmma_commit() after its last, wgmma_wait<0>() before d is read.
 #pragma once
@@ -107,6 +107,12 @@ struct Wgmma;
     static __device__ __forceinline__ void e4m3_rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {       \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                          \
                    "k32.f32.e4m3.e4m3 {" DI_R##R "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1; }"           \
+                   : DI_F##R(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                                       \
+                     "r"(static_cast<int>(accumulate)));                                                                       \
+    }                                                                                                                          \
+    static __device__ __forceinline__ void e5m2_rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {       \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                          \
+                   "k32.f32.e5m2.e5m2 {" DI_R##R "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1; }"           \
                    : DI_F##R(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                                       \
                      "r"(static_cast<int>(accumulate)));                                                                       \
     }                                                                                                                          \

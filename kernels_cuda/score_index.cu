@@ -1,8 +1,9 @@
 // score_index for MXFP4 queries and keys of 128 values and at most 32 heads: FP8 wgmma on the bare codes.
 //
-// e2m1 codes are e4m3 values, so one wgmma of K = 32 sums a group's 32 products exactly, and FP32 multiplies the sum by
+// e2m1 codes are e5m2 values, so one wgmma of K = 32 sums a group's 32 products exactly, and FP32 multiplies the sum by
 // the key's scale of that group: dot = ((s0 c0 + s1 c1) + s2 c2) + s3 c3, fused. The query's four scales are folded into its
-// e4m3 operand, which is exact while they lie within 2^14 of each other; other heads keep theirs apart.
+// e5m2 operand, which is exact while they lie within 2^10 of each other; other heads keep theirs apart. All is so scaled that
+// the dot is below 1: a saturating sum is its relu.
 // Nothing but a row's own query and keys enters, and every call takes this one path, so bits depend on nothing else.
 // Heads: lane c of a quad adds heads 2c, 2c + 1, 2c + 8, ... in ascending order, then ((lane 0 + 1) + (lane 2 + 3)).
 //
@@ -12,7 +13,7 @@
 // says (di_index.cuh).
 #include "di_launch.cuh"
 #include "score_index_any.cuh"
-#include "score_index_tiles.cuh"
+#include "score_index_sums.cuh"
 
 namespace di {
 namespace {
@@ -33,33 +34,83 @@ struct Share {
   __device__ __forceinline__ void advance() { first += kStep, turn.advance(); }
 };
 
+
 // A run of one row: every tile once.
 template <bool pool>
 __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
   const KeptWeights weights(StoredWeights(s, 0));
+  const uint32_t against = s.plain[0] != 0 ? 0 : 1;
   int columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0, visible = s.visible[0] - (pool ? 0 : l.place);
   asm volatile("" : "+r"(columns), "+r"(visible));  // kept, not worked out again
   Share at(visit);
   float* out = c.scores + visit.run.first * c.scores_stride + at.first + l.place;
   for (; at.first < at.end; at.advance(), out += Share::kStep) {
     KeyTile tile;
-    const int key = take_tile<pool>(c, s, l, at.turn, at.first, tile);
-    const float score = score_row<false>(tile, s, l, 0, weights);
+    const int key = take_tile<pool>(c, s, l, at.turn, at.first, against, tile);
+    expand_group(tile, 0), expand_group(tile, 1);
+    float score;
+    if (tile.plain) {
+      score = score_row(tile, l, weights);
+    } else {
+      expand_group(tile, 2), expand_group(tile, 3);
+      score = score_apart(tile, s, l, 0, weights);
+    }
     if (at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
+  }
+}
+
+// Scores of several rows over an expanded tile.
+struct RowScores {
+  const Shared& s;
+  float* out;
+  int64_t stride;
+  int key;
+  bool there;
+
+  __device__ __forceinline__ void put(float score, int r) {
+    if (there) *out = key < s.visible[r] ? score : kNoScore;
+    out += stride;
+  }
+};
+
+// Products are under way at all times: a row's sums are made while the next row's first groups are multiplied, the last row's
+// once too often.
+__device__ __forceinline__ void score_plain_rows(RowScores to, const KeyTile& tile, const Shared& s, const Lane& l, int rows) {
+  Sums a, b, d;
+  const int last = rows - 1;
+  start_group(a, tile, l, 0, 0);
+  start_group(b, tile, l, 0, 1);
+  for (int r = 0;; r += 2) {
+    to.put(score_row_of_many(a, b, d, tile, s, l, r, min(r + 1, last)), r);
+    if (r == last) {
+      wait_group<0>(d), wait_group<0>(b);
+      return;
+    }
+    to.put(score_row_of_many(d, b, a, tile, s, l, r + 1, min(r + 2, last)), r + 1);
+    if (r + 1 == last) {
+      wait_group<0>(a), wait_group<0>(b);
+      return;
+    }
   }
 }
 
 // Several rows: a tile is expanded once for all of them.
 __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
+  const int rows = visit.run.rows;
+  uint32_t against = 0;
+  for (int r = 0; r < rows; ++r) against |= s.plain[r] != 0 ? 0 : 1;
   for (Share at(visit); at.first < at.end; at.advance()) {
     KeyTile tile;
-    const int key = take_tile<false>(c, s, l, at.turn, at.first, tile);
-    expand_keys(tile, kAtOnce);
-    float* out = c.scores + visit.run.first * c.scores_stride + key;
-    for (int r = 0; r < visit.run.rows; ++r, out += c.scores_stride) {
-      const int seen = s.visible[r];
-      const float score = at.first < seen ? score_row<true>(tile, s, l, r, StoredWeights(s, r)) : kNoScore;
-      if (threadIdx.x % 4 < 2 && key < c.columns) *out = key < seen ? score : kNoScore;
+    const int key = take_tile<false>(c, s, l, at.turn, at.first, against, tile);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) expand_group(tile, g);
+    float* const out = c.scores + visit.run.first * c.scores_stride + key;
+    const RowScores to{s, out, c.scores_stride, key, threadIdx.x % 4 < 2 && key < c.columns};
+    if (tile.plain) {
+      score_plain_rows(to, tile, s, l, rows);
+    } else {
+      RowScores each = to;
+      for (int r = 0; r < rows; ++r) each.put(score_apart(tile, s, l, r, StoredWeights(s, r)), r);
     }
   }
 }

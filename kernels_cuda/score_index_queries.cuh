@@ -1,4 +1,4 @@
-// score_index: shared memory of the fast kernel, and a run's queries as e4m3 operands of wgmma.
+// score_index: shared memory of the fast kernel, and a run's queries as e5m2 operands of wgmma.
 #pragma once
 
 #include "di_index.cuh"
@@ -8,11 +8,14 @@ namespace di {
 namespace {
 
 constexpr int kHeads = 32, kGroups = 4, kCodes = 64;  // kCodes: bytes of a key's codes
-constexpr int kLowestShift = -8, kTopShift = 6;       // e4m3 holds e2m1 times 2^shift exactly
-constexpr int kLeastPlain = 112, kMostPlain = 143;    // ue8m0 codes from which no sum leaves the range of float
+constexpr int kKeyShift = -14;                         // a key's e2m1 codes are read as e5m2 values 2^kKeyShift times as large
+constexpr int kLowestShift = -15, kTopShift = -5;      // e5m2 holds e2m1 times 2^shift exactly
+constexpr int kDotShift = kKeyShift + kTopShift;       // a product with a head's largest scale is 2^kDotShift times as large
+constexpr int kLeastPlain = 112, kMostPlain = 143;     // ue8m0 codes from which no sum leaves the range of float
+constexpr int kMostOver = 7;                           // the most by which a key's code is over its first
+static_assert(32 * 36 * (1 + 3 * (1 << kMostOver)) <= 1 << -kDotShift, "the sum over groups of a plain key is below 1");
 constexpr int kConsumers = 4, kConsumerRegisters = 104, kProducerRegisters = 64;  // warpgroups that compute; one copies
 constexpr int kProducers = 4;  // its warps
-constexpr int kAtOnce = 2;     // groups whose products are under way at a time; more would need more registers
 constexpr int kThreads = 128 * (kConsumers + 1), kStages = 32, kVisits = 4, kPieces = 8;
 constexpr int kQueriesReady = 1, kCosted = 2, kPlanned = 3;  // named barriers: of the consumers, of all, of the copying warps
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8),
@@ -27,12 +30,12 @@ struct Visit {
 };
 
 struct Shared {
-  alignas(1024) uint8_t queries[kIndexWindow][kHeads * 128];  // e4m3 [head][K], 128-byte swizzle
+  alignas(1024) uint8_t queries[kIndexWindow][kHeads * 128];  // e5m2 [head][K], 128-byte swizzle
   alignas(1024) uint8_t keys[kStages][kIndexTile * kCodes];   // e2m1, two keys in 128 bytes, 128-byte swizzle
   alignas(16) uint32_t scales[kStages][kIndexTile];           // four ue8m0 of a key
   int32_t first_row[kStages][kPieces];                        // of a tile's pieces; -1: no such rows
   float weights[kIndexWindow][kHeads];                        // times 2^(the head's largest scale)
-  float apart[kIndexWindow][kGroups][kHeads];                 // a head's scales over its largest where they lie far apart; else 1
+  float apart[kIndexWindow][kGroups][kHeads];  // by which products are too small: 2^-kDotShift, and scales far from the largest
   int32_t visible[kIndexWindow], plain[kIndexWindow];
   int64_t starts[kIndexWindows + 1], share[2];                // of the work: prefix sums of the windows, this block's part
   Visit visits[kVisits];
@@ -51,11 +54,11 @@ __device__ __forceinline__ float ue8m0(uint32_t code) {
   return __uint_as_float(code == 255 ? 0x7FC00000u : code == 0 ? 0x00400000u : code << 23);
 }
 
-// e4m3 code of the e2m1 magnitude `code` (0 to 7) times 2^shift.
-__device__ __forceinline__ uint32_t e4m3_of(int code, int shift) {
+// e5m2 code of the e2m1 magnitude `code` (0 to 7) times 2^shift.
+__device__ __forceinline__ uint32_t e5m2_of(int code, int shift) {
   if (code == 0) return 0;
-  const int exponent = max(code >> 1, code == 1 ? 0 : 1) - 1 + shift + 7, fraction = code > 1 && (code & 1) ? 4 : 0;
-  return exponent >= 1 ? exponent << 3 | fraction : (8 + fraction) >> (1 - exponent);
+  const int exponent = max(code >> 1, code == 1 ? 0 : 1) - 1 + shift + 15, fraction = code > 1 && (code & 1) ? 2 : 0;
+  return exponent >= 1 ? exponent << 2 | fraction : (4 + fraction) >> (1 - exponent);
 }
 
 // Four codes, the low nibbles of w's bytes, through a table of eight magnitudes.
@@ -87,9 +90,9 @@ __device__ __forceinline__ void load_group(const IndexCall& c, const IndexRun& r
   }
   if (largest == 0) largest = 127;  // nothing but zeros
   int shift = used ? static_cast<int>(scale) - largest + kTopShift : kTopShift;
-  float apart = 1.0f;
+  float apart = ldexpf(1.0f, -kDotShift);
   if (shift < kLowestShift) {
-    apart = ldexpf(1.0f, shift - kTopShift);
+    apart = ldexpf(1.0f, shift - kTopShift - kDotShift);
     shift = kTopShift;
     s.plain[r] = 0;
   }
@@ -100,8 +103,8 @@ __device__ __forceinline__ void load_group(const IndexCall& c, const IndexRun& r
   uint32_t low = 0, high = 0;
 #pragma unroll
   for (int code = 0; code < 4; ++code) {
-    low |= e4m3_of(code, shift) << (8 * code);
-    high |= e4m3_of(code + 4, shift) << (8 * code);
+    low |= e5m2_of(code, shift) << (8 * code);
+    high |= e5m2_of(code + 4, shift) << (8 * code);
   }
   uint8_t* at = s.queries[r] + head * 128;
   const auto half = [&](int by) {

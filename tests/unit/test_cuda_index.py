@@ -1,4 +1,4 @@
-"""What the index kernel in CUDA C++ builds on, without a GPU: e2m1 codes as e4m3 operands, exact group sums, what it offers."""
+"""What the index kernel in CUDA C++ builds on, without a GPU: e2m1 codes as e5m2 operands, exact group sums, what it offers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from deepinfer_cuda import native
 from deepinfer_hal import formats
 from deepinfer_hal.kernel import CallSpec, No, Yes
 
-LOWEST_SHIFT, TOP_SHIFT = -8, 6
+LOWEST_SHIFT, TOP_SHIFT = -15, -5
 """kernels_cuda/score_index.cu folds a query's scale into its operand within these powers of two."""
+
+KEY_SHIFT, MOST_OVER = -14, 7
+"""It reads a key's codes as values this power of two as large, and its fast form serves keys whose scales are at most the other
+power of two over their first."""
 
 SEED = 20261129
 
@@ -17,21 +21,29 @@ def answer(op: str, **statics) -> Yes | No:
     return native.supports(CallSpec(op, statics))
 
 
-def test_a_query_code_times_its_folded_scale_is_an_e4m3_value():
-    representable = set(formats.E4M3_VALUES()[:127].tolist())
+def e5m2_values() -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e5m2).float()
+
+
+def test_a_query_code_times_its_folded_scale_is_an_e5m2_value():
+    representable = set(e5m2_values()[:124].tolist())
     for shift in range(LOWEST_SHIFT, TOP_SHIFT + 1):
         assert all(value * 2.0**shift in representable for value in formats.E2M1_VALUES()[:8].tolist())
-    too_small, too_large = 0.5 * 2.0 ** (LOWEST_SHIFT - 1), 6.0 * 2.0 ** (TOP_SHIFT + 1)
-    assert too_small not in representable and too_large not in representable
+    assert 0.5 * 2.0 ** (LOWEST_SHIFT - 1) not in representable
 
 
-def test_shifted_bits_of_a_key_code_are_an_e4m3_code_of_a_64th_of_it():
+def test_shifted_bits_of_a_key_code_are_an_e5m2_code_of_a_power_of_two_of_it():
     packed = torch.arange(256)
-    low = (packed << 4 & 0x80) | (packed << 2 & 0x1C)
-    high = (packed & 0x80) | (packed >> 2 & 0x1C)
-    value, e4m3 = formats.E2M1_VALUES(), formats.E4M3_VALUES()
-    assert torch.equal(e4m3[low] * 64, value[packed & 15])
-    assert torch.equal(e4m3[high] * 64, value[packed >> 4])
+    low = (packed << 4 & 0x80) | (packed << 1 & 0x0E)
+    high = (packed & 0x80) | (packed >> 3 & 0x0E)
+    value, e5m2 = formats.E2M1_VALUES(), e5m2_values()
+    assert torch.equal(e5m2[low] * 2.0**-KEY_SHIFT, value[packed & 15])
+    assert torch.equal(e5m2[high] * 2.0**-KEY_SHIFT, value[packed >> 4])
+
+
+def test_a_sum_over_groups_is_below_one_so_that_saturation_is_its_relu():
+    largest = 6 * 2.0**KEY_SHIFT * 6 * 2.0**TOP_SHIFT * 32 * (1 + 3 * 2.0**MOST_OVER)
+    assert 0.5 < largest < 1
 
 
 def test_a_groups_sum_fits_the_narrowest_accumulator():
