@@ -8,8 +8,10 @@ namespace {
 
 enum Argument { kX, kXScale, kValues, kScales, kOffsets, kOut, kOutScale, kArguments };
 
-using Small = GroupedForm<32, 16, 6, 3, 2, 1, true>;
+using Tiny = GroupedForm<32, 16, 4, 3, 2, 1, false, 3>;
+using Small = GroupedForm<32, 32, 4, 3, 3, 1, false>;
 using Middle = GroupedForm<64, 64, 5, 3, 2, 2, false>;
+using Few = GroupedForm<64, 64, 6, 4, 1, 4, true>;
 using Large = GroupedForm<128, 128, 4, 4, 1, 1, false>;
 
 template <typename Form, typename Out>
@@ -27,7 +29,11 @@ int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expans
 template <typename Out>
 int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t average, bool after_expansion, cudaStream_t stream,
                 di_error* e) {
+  if (average <= 16) return launch<Tiny, Out>(maps, shape, after_expansion, stream, e);
   if (average <= 32) return launch<Small, Out>(maps, shape, after_expansion, stream, e);
+  // So few granules that a block has one step of them: there more warpgroups of one each are faster.
+  const bool few = shape.experts * shape.granules <= Few::kGranules * multiprocessors();
+  if (average <= 64 && few) return launch<Few, Out>(maps, shape, after_expansion, stream, e);
   if (average <= 64) return launch<Middle, Out>(maps, shape, after_expansion, stream, e);
   return launch<Large, Out>(maps, shape, after_expansion, stream, e);
 }

@@ -26,16 +26,17 @@ struct GroupedMaps {
 };
 
 // A form of the kernel: the most tokens of a tile, those that a small tile's instruction takes, stages of shared memory,
-// warpgroups, granules of each in a step, k16 steps that go to the matrix unit together, and whether a stage's codes are read at
-// once. Bits do not depend on it.
-template <int tile, int narrow, int stages, int groups, int each, int together, bool early>
+// warpgroups, granules of each in a step, k16 steps that go to the matrix unit together, whether a stage's codes are read at
+// once, and granules of each in a step of a small tile. Bits do not depend on it.
+template <int tile, int narrow, int stages, int groups, int each, int together, bool early, int narrow_each = each>
 struct GroupedForm {
   static constexpr int kTile = tile, kNarrow = narrow, kStages = stages, kGroups = groups;
-  static constexpr int kEach = each, kGranules = groups * each, kTogether = together;
+  static constexpr int kEach = each, kNarrowEach = narrow_each, kGranules = groups * narrow_each, kTogether = together;
   static constexpr bool kEarly = early;
   static constexpr int kTokenBytes = tile * kBlockK * 2;
   static constexpr int kStageBytes = (kTokenBytes + kGranules * kGranuleBytes + 1023) / 1024 * 1024;  // for the tiles' swizzle
-  static constexpr int kSharedBytes = stages * kStageBytes + 1024;
+  static constexpr int kFull = stages * kStageBytes, kEmpty = kFull + 8 * stages;  // where the barriers are, behind the stages
+  static constexpr int kSharedBytes = kEmpty + 8 * stages + 1024;
   static constexpr int kWarps = 4 * groups, kThreads = 128 * (groups + 1);  // one warpgroup more, of which two threads copy
   static constexpr int kEntryRegisters = (65536 - 4096) / kThreads / 8 * 8;  // leaves those of a block that expands rows
   static constexpr int kRegisters = kEntryRegisters * (groups + 1);
@@ -76,19 +77,19 @@ __device__ __forceinline__ uint32_t kept(uint32_t value) {
 }
 
 // The stages and their barriers, by address in shared memory, and where in them a thread is.
+template <typename Form>
 struct Ring {
-  uint32_t stages, full, empty;
+  uint32_t stages;
   int slot = 0;
   uint32_t phase = 0;
-  template <int count>
   __device__ __forceinline__ void advance() {
-    if (++slot == count) slot = 0, phase ^= 1;
+    if (++slot == Form::kStages) slot = 0, phase ^= 1;
   }
-  __device__ __forceinline__ void wait_full() const { mbarrier_wait_at(full + 8 * slot, phase); }
-  __device__ __forceinline__ void wait_empty() const { mbarrier_wait_at(empty + 8 * slot, phase ^ 1); }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait_at(stages + Form::kFull + 8 * slot, phase); }
+  __device__ __forceinline__ void wait_empty() const { mbarrier_wait_at(stages + Form::kEmpty + 8 * slot, phase ^ 1); }
   // Of a warp: the slot may be filled again.
   __device__ __forceinline__ void release(int used) const {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_at(empty + 8 * used);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_at(stages + Form::kEmpty + 8 * used);
   }
 };
 
@@ -101,7 +102,7 @@ __device__ __forceinline__ uint64_t tokens_descriptor(uint32_t lower) {
 // of one feature; lanes l and l ^ 4 trade so that each has two neighbouring features of one token.
 template <int tile, typename Out>
 __device__ __forceinline__ void store_tile(const float (&d)[tile / 2], Out* out, int64_t pitch, int tokens) {
-  const int lane = threadIdx.x % 32, odd = lane / 4 & 1, first = 2 * (lane % 4) + odd;
+  const int lane = kept(threadIdx.x) % 32, odd = lane / 4 & 1, first = 2 * (lane % 4) + odd;  // only now: registers are few
   Out* to = out + first * pitch - odd;
 #pragma unroll
   for (int j = 0; j < tile / 8; ++j) {
@@ -135,20 +136,20 @@ struct HalfCodes {
 
 // No granule for this warpgroup: it only lets the step's stages pass.
 template <typename Form>
-__device__ __forceinline__ void let_pass(const GroupedShape& shape, Ring& ring) {
+__device__ __forceinline__ void let_pass(const GroupedShape& shape, Ring<Form>& ring) {
   for (int k = 0; k < shape.k_blocks; ++k) {
     ring.wait_full();
     ring.release(ring.slot);
-    ring.template advance<Form::kStages>();
+    ring.advance();
   }
 }
 
 // One step of a warpgroup: `count` granules by the step's tokens. The instruction takes `tile` tokens; what lies in shared memory
-// beyond the step's own is of other tokens or stale, and each token's sum is its own.
+// beyond the step's own is of other tokens or stale, and each token's sum is its own. `step` is in shared memory.
 template <typename Form, int tile, int count, typename Out>
-__device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring& ring) {
+__device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring<Form>& ring) {
   constexpr int together = Form::kTogether, apart = Form::kGroups * kGranuleBytes;
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
   float d[count][tile / 2];
 #pragma unroll
   for (int g = 0; g < count; ++g)
@@ -192,67 +193,78 @@ __device__ __forceinline__ void consume(const GroupedShape& shape, const Grouped
       wgmma_commit();
     }
     before = ring.slot;
-    ring.template advance<Form::kStages>();
+    ring.advance();
   }
   wgmma_wait<0>();
 #pragma unroll
   for (int g = 0; g < count; ++g) wgmma_hold(d[g]);
-  ring.release(before);
-  Out* out = static_cast<Out*>(shape.out) + step.row * shape.out_pitch;
+  const int row = step.row, granule = step.granule, tokens = step.tokens;
+  ring.release(before);  // from here on the place of `step` may be another's
+  Out* out = static_cast<Out*>(shape.out) + row * shape.out_pitch;
 #pragma unroll
   for (int g = 0; g < count; ++g) {
-    const int feature = (step.granule + group + g * Form::kGroups) * kGranuleRows + thread / 32 * 16 + lane / 4;
-    store_tile<tile>(d[g], out + feature, shape.out_pitch, step.tokens);
+    const int feature = (granule + group + g * Form::kGroups) * kGranuleRows + thread / 32 * 16 + thread % 32 / 4;
+    store_tile<tile>(d[g], out + feature, shape.out_pitch, tokens);
   }
 }
 
 // Warpgroup w has the granules w, w + kGroups, ... of a step.
 template <typename Form, int tile, typename Out>
-__device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring& ring) {
+__device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring<Form>& ring) {
   const int group = threadIdx.x / 128;
-  if (group >= step.granules) return let_pass<Form>(shape, ring);
-  if constexpr (Form::kEach == 2) {
-    if (group + Form::kGroups < step.granules) return consume<Form, tile, 2, Out>(shape, step, ring);
+  constexpr int each = tile == Form::kNarrow ? Form::kNarrowEach : Form::kEach;
+  const int mine = (step.granules - group + Form::kGroups - 1) / Form::kGroups;
+  if (mine <= 0) return let_pass<Form>(shape, ring);
+  if constexpr (each >= 3) {
+    if (mine == 3) return consume<Form, tile, 3, Out>(shape, step, ring);
+  }
+  if constexpr (each >= 2) {
+    if (mine == 2) return consume<Form, tile, 2, Out>(shape, step, ring);
   }
   consume<Form, tile, 1, Out>(shape, step, ring);
 }
 
 template <typename Form>
-using Walk = GroupedWalk<Form::kTile, Form::kGranules, Form::kEach == 1 ? 1 : Form::kGroups>;
+using Walk = GroupedWalk<Form::kTile, Form::kGroups * Form::kEach, Form::kEach == 1 ? 1 : Form::kGroups, Form::kNarrow,
+                         Form::kGranules>;
 
-// One thread: the weights of the block's steps. The slot of a step's first stage also says which step it is; a step without
-// tokens ends the block. It need not wait for the kernel that expands the tokens.
+// One thread: the weights of the block's steps, and in `steps` what each step is, one after the other in as many places as there
+// are stages; a step without tokens ends the block. It need not wait for the kernel that expands the tokens.
 template <typename Form>
 __device__ __forceinline__ void copy_weights(const GroupedShape& shape, const GroupedPlan& plan, uint8_t* room,
-                                             GroupedStep* steps, uint64_t* full, Ring ring) {
+                                             GroupedStep* steps, Ring<Form> ring) {
   const uint64_t once = evict_first_policy();
+  uint64_t* const full = reinterpret_cast<uint64_t*>(room + Form::kFull);
   Walk<Form> walk;
   GroupedStep step;
+  int turn = 0;
   while (walk.next(plan, shape.experts, shape.granules, step)) {
     const int pitch = shape.granules * kGranuleBytes, bytes = step.granules * kGranuleBytes;
     const uint8_t* expert = shape.weights + static_cast<int64_t>(step.expert) * shape.k_blocks * pitch;
     const uint8_t* from = expert + step.granule * kGranuleBytes;
     for (int k = 0; k < shape.k_blocks; ++k, from += pitch) {
       ring.wait_empty();
-      if (k == 0) steps[ring.slot] = step;
+      if (k == 0) steps[turn] = step, turn = turn + 1 == Form::kStages ? 0 : turn + 1;
       mbarrier_arrive_expect(full + ring.slot, bytes);
       bulk_copy_hint(room + ring.slot * Form::kStageBytes + Form::kTokenBytes, from, bytes, full + ring.slot, once);
-      ring.template advance<Form::kStages>();
+      ring.advance();
     }
   }
   ring.wait_empty();
-  steps[ring.slot].tokens = 0;
+  steps[turn].tokens = 0;
   mbarrier_arrive(full + ring.slot);
 }
 
 // One thread: the tokens, which another kernel may still be expanding when it begins. A block without steps waits for it too.
 template <typename Form>
 __device__ __forceinline__ void copy_tokens(const GroupedMaps& maps, const GroupedShape& shape, const GroupedPlan& plan,
-                                            uint8_t* room, uint64_t* full, Ring ring) {
-  wait_for_producer();
+                                            uint8_t* room, Ring<Form> ring) {
   Walk<Form> walk;
   GroupedStep step;
-  while (walk.next(plan, shape.experts, shape.granules, step)) {
+  uint64_t* const full = reinterpret_cast<uint64_t*>(room + Form::kFull);
+  bool more = walk.next(plan, shape.experts, shape.granules, step);
+  wait_for_producer();
+  for (; more; more = walk.next(plan, shape.experts, shape.granules, step)) {
     const CUtensorMap* map = &maps.tokens[step.width];
     const int row = step.row - shape.first_row, bytes = (8 << step.width) * kBlockK * 2;
     for (int k = 0; k < shape.k_blocks; ++k) {
@@ -262,7 +274,7 @@ __device__ __forceinline__ void copy_tokens(const GroupedMaps& maps, const Group
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         tensor_copy(to + half * Form::kTile * 128, map, k * kBlockK + half * 64, row, full + ring.slot);
-      ring.template advance<Form::kStages>();
+      ring.advance();
     }
   }
   ring.wait_empty();
@@ -275,24 +287,27 @@ __global__ void __maxnreg__(Form::kEntryRegisters)
   extern __shared__ uint8_t unaligned_room[];
   __shared__ GroupedPlan plan;
   __shared__ GroupedStep steps[Form::kStages];
-  __shared__ uint64_t full[Form::kStages], empty[Form::kStages];
   uint8_t* room = unaligned_room + (1024 - shared_address(unaligned_room) % 1024) % 1024;
-  Ring ring{kept(shared_address(room)), kept(shared_address(full)), kept(shared_address(empty))};
+  Ring<Form> ring{kept(shared_address(room))};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Form::kStages; ++i) mbarrier_init(&full[i], 2), mbarrier_init(&empty[i], Form::kWarps);
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(room + Form::kFull);
+    for (int i = 0; i < Form::kStages; ++i) mbarrier_init(barriers + i, 2), mbarrier_init(barriers + Form::kStages + i, Form::kWarps);
     fence_mbarrier_init();
     start_dependents();
+  }
+  if (threadIdx.x >= 32 * Form::kWarps && threadIdx.x < 32 * Form::kWarps + 5) {
+    prefetch_tensor_map(&maps.tokens[threadIdx.x - 32 * Form::kWarps]);
   }
   make_plan<Form::kTile>(plan, shape);
   if (threadIdx.x >= 32 * Form::kWarps) {
     registers_down<Form::kProducerRegisters>();
-    if (threadIdx.x == 32 * Form::kWarps) copy_weights<Form>(shape, plan, room, steps, full, ring);
-    if (threadIdx.x == 32 * Form::kWarps + 32) copy_tokens<Form>(maps, shape, plan, room, full, ring);
+    if (threadIdx.x == 32 * Form::kWarps) copy_weights<Form>(shape, plan, room, steps, ring);
+    if (threadIdx.x == 32 * Form::kWarps + 32) copy_tokens<Form>(maps, shape, plan, room, ring);
   } else {
     registers_up<Form::kConsumerRegisters>();
-    for (;;) {
+    for (int turn = 0;; turn = turn + 1 == Form::kStages ? 0 : turn + 1) {
       ring.wait_full();
-      const GroupedStep step = steps[ring.slot];
+      const GroupedStep& step = steps[turn];
       if (step.tokens == 0) break;
       if (Form::kNarrow < Form::kTile && step.tokens <= Form::kNarrow) consume<Form, Form::kNarrow, Out>(shape, step, ring);
       else consume<Form, Form::kTile, Out>(shape, step, ring);

@@ -24,7 +24,7 @@ struct GroupedStep {
   int tokens;   // rows of x in this tile
   int width;    // log2 of the tile's tokens / 8: 0 (8 tokens) to 4 (128)
   int granule;  // first granule
-  int granules; // at most a block's warpgroups
+  int granules; // at most those of the form's step
 };
 
 // What all threads of a block share; experts + 1 entries are in use.
@@ -55,7 +55,7 @@ __device__ __forceinline__ int tile_width(int tokens) {
 
 // Blocks of an expert that costs `mine` of `total`, if each expert has its own.
 __host__ __device__ constexpr int blocks_of(int mine, int total, int blocks) {
-  const int share = mine == 0 ? 0 : static_cast<int>(static_cast<int64_t>(mine) * blocks / total);
+  const int share = mine == 0 ? 0 : static_cast<uint32_t>(mine) * blocks / total;  // experts of few tokens: no overflow
   return mine > 0 && share == 0 ? 1 : share;
 }
 
@@ -87,6 +87,12 @@ __device__ __forceinline__ void deal(GroupedPlan& plan, int experts, int cost) {
   }
   worst = __reduce_max_sync(~0u, worst);
   if (threadIdx.x == 0) plan.first_block[experts] = needed, plan.dealt = is_dealt(needed, worst, total, gridDim.x, cost);
+}
+
+// floor(length * part / parts) in 32-bit numbers; part is at most parts, fewer than 2^15.
+__device__ __forceinline__ int cut(int length, int part, int parts) {
+  const uint32_t whole = static_cast<uint32_t>(length) / parts, rest = static_cast<uint32_t>(length) % parts;
+  return whole * part + rest * part / parts;
 }
 
 // The last place whose value is at most `wanted`, of `count` that do not fall.
@@ -128,9 +134,9 @@ __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
   __syncthreads();
 }
 
-// The steps of this block, one after the other, of at most `most` tokens and `groups` granules, a multiple of `together` where
-// there are as many.
-template <int most, int groups, int together = 1>
+// The steps of this block, one after the other, of at most `most` tokens and `groups` granules (`narrow_groups` where there are at
+// most `narrow` tokens), a multiple of `together` where there are as many.
+template <int most, int groups, int together, int narrow, int narrow_groups>
 struct GroupedWalk {
   static constexpr int kMostWidth = most <= 8 ? 0 : most == 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4;
   static constexpr int kFullCost = granule_cost(kMostWidth);
@@ -143,9 +149,9 @@ struct GroupedWalk {
     if (++wave > 0 || block >= plan.first_block[experts]) return false;
     expert = last_at_most(plan.first_block, experts, block);
     const int before = plan.cost_before[expert], parts = plan.first_block[expert + 1] - plan.first_block[expert];
-    const int64_t length = plan.cost_before[expert + 1] - before, part = block - plan.first_block[expert];
-    at = before + static_cast<int>(length * part / parts);
-    end = before + static_cast<int>(length * (part + 1) / parts);
+    const int length = plan.cost_before[expert + 1] - before, part = block - plan.first_block[expert];
+    at = before + cut(length, part, parts);
+    end = before + cut(length, part + 1, parts);
     return true;
   }
 
@@ -155,9 +161,9 @@ struct GroupedWalk {
     const int total = plan.cost_before[experts], full = gridDim.x * groups * kFullCost;
     const int waves = plan.crowded ? max(1, (total + full / 2) / full) : 1;
     if (++wave >= waves) return false;
-    const int64_t length = wave + 1 < waves ? full : total - wave * full;
-    at = wave * full + static_cast<int>(length * blockIdx.x / gridDim.x);
-    end = wave * full + static_cast<int>(length * (blockIdx.x + 1) / gridDim.x);
+    const int length = wave + 1 < waves ? full : total - wave * full;
+    at = wave * full + cut(length, blockIdx.x, gridDim.x);
+    end = wave * full + cut(length, blockIdx.x + 1, gridDim.x);
     expert = last_at_most(plan.cost_before, experts, at);
     return true;
   }
@@ -184,7 +190,7 @@ struct GroupedWalk {
         at = step.granule < granules ? end : start + granules * cost;
         continue;
       }
-      const int parts = (count + groups - 1) / groups;
+      const int at_once = step.tokens <= narrow ? narrow_groups : groups, parts = (count + at_once - 1) / at_once;
       const int even = (count + parts - 1) / parts;
       step.granules = min(count, (even + together - 1) / together * together);
       step.expert = expert;
