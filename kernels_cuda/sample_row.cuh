@@ -172,6 +172,24 @@ __device__ __forceinline__ void read_row(const Row& r, int from, Each each) {
   }
 }
 
+// The same for a long `each`, of which the loop has one copy.
+template <typename Each>
+__device__ __forceinline__ void stream_row(const Row& r, Each each) {
+  constexpr int kAhead = 4;
+  float4 next[kAhead];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i)
+    if (r.warp + i * kWarps < r.chunks) next[i] = load(r, column_of(r, r.warp + i * kWarps));
+#pragma unroll 1
+  for (int chunk = r.warp; chunk < r.chunks; chunk += kWarps) {
+    const float4 x = next[0];
+#pragma unroll
+    for (int i = 1; i < kAhead; ++i) next[i - 1] = next[i];
+    if (chunk + kAhead * kWarps < r.chunks) next[kAhead - 1] = load(r, column_of(r, chunk + kAhead * kWarps));
+    each(chunk, x);
+  }
+}
+
 // The warp's first chunk from `chunk` on.
 __device__ __forceinline__ int first_chunk(const Row& r, int chunk) {
   return chunk + (r.warp - chunk % kWarps + kWarps) % kWarps;

@@ -139,11 +139,13 @@ __device__ __forceinline__ int count_all(int mine, int* room) {
   return sum;
 }
 
-// A value that at least `wanted` of what `count` counts reach, or 0: the highest such, or the first that no more than `most` reach.
-// count(v) is how many a thread has that reach v, none of them above `highest`.
+// A value that at least `wanted` of what `count` counts reach, or 0: the highest such, or the first that at most `most` reach.
+// count(v) is how many a thread has that reach v, none of them above `highest`. many: whether more than `most` reach it.
 template <typename Count>
-__device__ __forceinline__ uint32_t reached(int wanted, int most, uint32_t highest, int (*rooms)[kPickers / 32], Count count) {
+__device__ __forceinline__ uint32_t reached(int wanted, int most, uint32_t highest, int (*rooms)[kPickers / 32], Count count,
+                                            bool& many) {
   uint32_t low = 0, high = highest;
+  many = true;
 #pragma unroll 1
   for (int turn = 0; low < high; turn ^= 1) {
     const uint32_t middle = low + (high - low) / 2 + 1;
@@ -152,7 +154,8 @@ __device__ __forceinline__ uint32_t reached(int wanted, int most, uint32_t highe
       high = middle - 1;
     } else {
       low = middle;
-      if (reach <= most) break;
+      many = reach > most;
+      if (!many) break;
     }
   }
   return low;
@@ -224,11 +227,12 @@ __device__ __forceinline__ void pick_exactly(const Call& c, const Row& of, int64
     for (int column = threadIdx.x; column < c.vocabulary; column += kPickers) each(column, ordered(of.logits[column]));
   };
   __syncthreads();
+  bool many;
   const uint32_t kth = reached(c.k, c.k, kAll, f.sums, [&](uint32_t value) {
     int count = 0;
     sweep([&](int, uint32_t key) { count += key >= value; });
     return count;
-  });
+  }, many);
   if (threadIdx.x == 0) f.count = 0;
   __syncthreads();
   sweep([&](int column, uint32_t key) {
@@ -293,12 +297,13 @@ __global__ void __launch_bounds__(kPickers) pick_kernel(const Call c) {
     for (int i = 0; i < kMine; ++i) use(i * kPickers + threadIdx.x, mine[i]);
     for (int i = kMine * kPickers + threadIdx.x; i < threads; i += kPickers) use(i, maxima[i]);
   };
+  bool many;
   const uint32_t bound = reached(c.k, 2 * c.k + 32, highest, f.sums, [&](uint32_t value) {
     int count = 0;
     each([&](int, uint32_t key) { count += key >= value; });
     return count;
-  });
-  if (bound != 0 && gather(c, of, bound, f, each)) return store_found(c, of, row, f);
+  }, many);
+  if (!many && gather(c, of, bound, f, each)) return store_found(c, of, row, f);
   // Too many reach the bound, or it is 0, so that -inf may be among the k. What exceeds it comes first, and those may be few.
   if (gather(c, of, bound + 1, f, each)) {
     store_found(c, of, row, f);

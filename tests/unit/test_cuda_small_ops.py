@@ -62,7 +62,7 @@ def test_what_a_binding_leaves_open_is_not_promised(op, name):
     ("swiglu_quantise", lambda p: p["x"] == "bf16" and p["out"] == "u8"),
     ("draft_attention", lambda p: p["dtype"] == "bf16" and p["format"] == "fp8_32"),
     ("top_logprobs", lambda p: p["k"] <= 256),
-    *[(op, lambda p: True) for op in ("mask_logits", "sample")],
+    *[(op, lambda p: True) for op in ("mask_logits", "nan_row_flags", "sample", "verify_drafts")],
 ])  # fmt: skip
 def test_of_a_cards_cases_those_of_the_kernels_types_are_served(op, served):
     card = get_card(op)

@@ -115,6 +115,7 @@ _SUPPORTS = {
     "hyper_connection_pre": serves_site,
     "linear": serves_linear,
     "mask_logits": _everything,
+    "nan_row_flags": _everything,
     "quantise": serves_quantise,
     "residual_site": serves_site,
     "sample": _everything,
@@ -124,5 +125,6 @@ _SUPPORTS = {
     "select_topk": _everything,
     "swiglu_quantise": serves_swiglu,
     "top_logprobs": serves_top_logprobs,
+    "verify_drafts": _everything,
 }
 """By op: its answer. An op without one is not offered."""
