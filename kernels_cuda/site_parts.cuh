@@ -136,11 +136,11 @@ __device__ __forceinline__ float power_between(float over, float under) {
   return __uint_as_float(0x3F800000u + (__float_as_uint(over) & 0x7F800000u) - (__float_as_uint(under) & 0x7F800000u));
 }
 
-// to[i] = the product of the others of four, times `scale`; returns the product of all four, times `scale`.
-__device__ __forceinline__ float products_of_others(float (&to)[4], const float (&of)[4], float low, float high, float scale) {
-  const float lower = low * scale, upper = high * scale;
-  to[0] = of[1] * upper, to[1] = of[0] * upper, to[2] = of[3] * lower, to[3] = of[2] * lower;
-  return low * upper;
+// to[i] = the product of the others of four; returns the product of all.
+__device__ __forceinline__ float products_of_others(float (&to)[4], const float (&of)[4]) {
+  const float low = of[0] * of[1], high = of[2] * of[3];
+  to[0] = of[1] * high, to[1] = of[0] * high, to[2] = of[3] * low, to[3] = of[2] * low;
+  return low * high;
 }
 
 // Alternating division of a positive 4 x 4 matrix k by its column sums and its row sums, each plus eps, `iterations` of them
@@ -156,26 +156,24 @@ __device__ __forceinline__ void sinkhorn(float (&k)[16], float eps, int iteratio
   for (int j = 0; j < 4; ++j) C[j] = ((k[j] + k[4 + j]) + (k[8 + j] + k[12 + j])) + eps;
 #pragma unroll 1
   for (int iteration = 1; iteration < iterations; ++iteration) {
-    float low = C[0] * C[1], high = C[2] * C[3];
-    const float of_columns = products_of_others(columns, C, low, high, power_between(of_rows, low * high)) * inverse_of_rows;
-    float least = eps * inverse_of_columns * of_columns;
+    const float all = products_of_others(columns, C), scale = power_between(of_rows, all);
+    const float of_columns = all * scale * inverse_of_rows, least = eps * inverse_of_columns * of_columns;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4; ++i) {  // columns and the sums of rows would carry the scale: it is not waited for
       float sum = k[4 * i] * columns[0];
 #pragma unroll
       for (int j = 1; j < 4; ++j) sum = fmaf(k[4 * i + j], columns[j], sum);
-      R[i] = fmaf(least, R[i], sum);
+      R[i] = fmaf(sum, scale, least * R[i]);
     }
     inverse_of_columns = reciprocal(of_columns);
-    low = R[0] * R[1], high = R[2] * R[3];
-    of_rows = products_of_others(rows, R, low, high, 1.0f) * inverse_of_columns;
-    least = eps * inverse_of_rows * of_rows;
+    of_rows = products_of_others(rows, R) * inverse_of_columns;
+    const float least_column = eps * inverse_of_rows * of_rows;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float sum = k[j] * rows[0];
 #pragma unroll
       for (int i = 1; i < 4; ++i) sum = fmaf(k[4 * i + j], rows[i], sum);
-      C[j] = fmaf(least, C[j], sum);
+      C[j] = fmaf(least_column, C[j], sum);
     }
     inverse_of_rows = reciprocal(of_rows);
   }

@@ -12,7 +12,7 @@ from deepinfer_hal.workspaces import StreamWorkspaces
 from deepinfer_cuda import weights
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
 from deepinfer_cuda.serves_linear import serves_linear
-from deepinfer_cuda.small_ops import serves_quantise, serves_site, serves_swiglu, serves_top_logprobs
+from deepinfer_cuda.small_ops import serves_quantise, serves_site, serves_swiglu, serves_top_logprobs, serves_unpermute
 
 WORKSPACE_BYTES = 256 << 20
 PRIORITY = 100
@@ -125,6 +125,7 @@ _SUPPORTS = {
     "select_topk": _everything,
     "swiglu_quantise": serves_swiglu,
     "top_logprobs": serves_top_logprobs,
+    "unpermute": serves_unpermute,
     "verify_drafts": _everything,
 }
 """By op: its answer. An op without one is not offered."""

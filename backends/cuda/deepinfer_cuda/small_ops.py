@@ -35,6 +35,21 @@ def serves_swiglu(call: CallSpec) -> Yes | No:
     return _only(call, gate_up="bf16", out="u8") or Yes()
 
 
+MOST_CHOICES = 8
+"""Experts of a token whose rows unpermute adds."""
+
+
+def serves_unpermute(call: CallSpec) -> Yes | No:
+    """unpermute: BF16 rows of multiples of eight columns, up to MOST_CHOICES a token."""
+    refused = _only(call, rows="bf16", out="bf16")
+    if refused or call.statics.get("shared") not in (None, "bf16"):
+        return refused or No(f"shared is {call.statics['shared']!r}; the kernel knows 'bf16'")
+    k, hidden = call.statics.get("k"), call.statics.get("H")
+    if k is None or k > MOST_CHOICES:
+        return No(f"k is {k}; the kernel takes up to {MOST_CHOICES}")
+    return Yes() if hidden is not None and hidden % 8 == 0 else No(f"H is {hidden}; the kernel takes multiples of 8")
+
+
 MOST_BEST = 256
 """Tokens of a row that top_logprobs puts in order."""
 
