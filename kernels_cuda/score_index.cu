@@ -34,7 +34,6 @@ struct Share {
   __device__ __forceinline__ void advance() { first += kStep, turn.advance(); }
 };
 
-
 // A run of one row: every tile once.
 template <bool pool>
 __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
@@ -46,16 +45,16 @@ __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& v
   float* out = c.scores + visit.run.first * c.scores_stride + at.first + l.place;
   for (; at.first < at.end; at.advance(), out += Share::kStep) {
     KeyTile tile;
-    const int key = take_tile<pool>(c, s, l, at.turn, at.first, against, tile);
-    expand_group(tile, 0), expand_group(tile, 1);
-    float score;
-    if (tile.plain) {
-      score = score_row(tile, l, weights);
-    } else {
-      expand_group(tile, 2), expand_group(tile, 3);
-      score = score_apart(tile, s, l, 0, weights);
+    const int key = take_tile<pool>(c, s, l, at.turn, at.first, tile);
+    const KeyScales scales[2] = {KeyScales(tile.scales[0]), KeyScales(tile.scales[1])};
+    const bool plain = are_plain(scales[0], scales[1], against);
+    if (__builtin_expect(!plain, 0)) {  // by this warp alone; the products below are of all four, whatever comes of them
+      const float score = score_apart(tile, s, 0);
+      if (at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
     }
-    if (at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
+    expand_group(tile, 0), expand_group(tile, 1);
+    const float score = score_row(tile, scales, l, weights);
+    if (plain && at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
   }
 }
 
@@ -75,18 +74,19 @@ struct RowScores {
 
 // Products are under way at all times: a row's sums are made while the next row's first groups are multiplied, the last row's
 // once too often.
-__device__ __forceinline__ void score_plain_rows(RowScores to, const KeyTile& tile, const Shared& s, const Lane& l, int rows) {
+__device__ __forceinline__ void score_plain_rows(RowScores to, const KeyTile& tile, const KeyScales (&scales)[2], const Shared& s,
+                                                 const Lane& l, int rows) {
   Sums a, b, d;
   const int last = rows - 1;
   start_group(a, tile, l, 0, 0);
   start_group(b, tile, l, 0, 1);
   for (int r = 0;; r += 2) {
-    to.put(score_row_of_many(a, b, d, tile, s, l, r, min(r + 1, last)), r);
+    to.put(score_row_of_many(a, b, d, tile, scales, s, l, r, min(r + 1, last)), r);
     if (r == last) {
       wait_group<0>(d), wait_group<0>(b);
       return;
     }
-    to.put(score_row_of_many(d, b, a, tile, s, l, r + 1, min(r + 2, last)), r + 1);
+    to.put(score_row_of_many(d, b, a, tile, scales, s, l, r + 1, min(r + 2, last)), r + 1);
     if (r + 1 == last) {
       wait_group<0>(a), wait_group<0>(b);
       return;
@@ -101,17 +101,20 @@ __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visi
   for (int r = 0; r < rows; ++r) against |= s.plain[r] != 0 ? 0 : 1;
   for (Share at(visit); at.first < at.end; at.advance()) {
     KeyTile tile;
-    const int key = take_tile<false>(c, s, l, at.turn, at.first, against, tile);
+    const int key = take_tile<false>(c, s, l, at.turn, at.first, tile);
+    const KeyScales scales[2] = {KeyScales(tile.scales[0]), KeyScales(tile.scales[1])};
+    const bool plain = are_plain(scales[0], scales[1], against);
+    float* const out = c.scores + visit.run.first * c.scores_stride + key;
+    RowScores to{s, out, c.scores_stride, key, threadIdx.x % 4 < 2 && key < c.columns};
+    if (__builtin_expect(!plain, 0)) {
+      RowScores each = to;
+#pragma unroll 1
+      for (int r = 0; r < rows; ++r) each.put(score_apart(tile, s, r), r);
+    }
+    to.there = to.there && plain;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) expand_group(tile, g);
-    float* const out = c.scores + visit.run.first * c.scores_stride + key;
-    const RowScores to{s, out, c.scores_stride, key, threadIdx.x % 4 < 2 && key < c.columns};
-    if (tile.plain) {
-      score_plain_rows(to, tile, s, l, rows);
-    } else {
-      RowScores each = to;
-      for (int r = 0; r < rows; ++r) each.put(score_apart(tile, s, l, r, StoredWeights(s, r)), r);
-    }
+    score_plain_rows(to, tile, scales, s, l, rows);
   }
 }
 
@@ -190,11 +193,8 @@ __device__ __forceinline__ void copy_tiles(const IndexCall& c, const CUtensorMap
         gather_tile(c, at, s, stage, t * kPieces);
         continue;
       }
-      if (mine) s.first_row[stage][piece] = at.there ? at.row : -1;
-      __syncwarp();
       const uint32_t these = valid >> (t * pieces) & (pieces == 32 ? 0xFFFFFFFFu : (1u << pieces) - 1);
       if (piece == 0) mbarrier_arrive_expect(&s.full[stage], __popc(these) * bytes);
-      __syncwarp();
       if (mine && at.there) {
         tensor_copy3_hint(s.keys[stage] + piece * piece_rows * kCodes, map, 0, inside / 2, at.block, &s.full[stage], policy);
         const uint8_t* scales = c.cache + at.block * c.block_stride + c.block_rows * kCodes + inside * kGroups;

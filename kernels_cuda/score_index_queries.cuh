@@ -8,11 +8,13 @@ namespace di {
 namespace {
 
 constexpr int kHeads = 32, kGroups = 4, kCodes = 64;  // kCodes: bytes of a key's codes
-constexpr int kKeyShift = -14;                         // a key's e2m1 codes are read as e5m2 values 2^kKeyShift times as large
-constexpr int kLowestShift = -15, kTopShift = -5;      // e5m2 holds e2m1 times 2^shift exactly
-constexpr int kDotShift = kKeyShift + kTopShift;       // a product with a head's largest scale is 2^kDotShift times as large
-constexpr int kLeastPlain = 112, kMostPlain = 143;     // ue8m0 codes from which no sum leaves the range of float
-constexpr int kMostOver = 7;                           // the most by which a key's code is over its first
+constexpr int kKeyShift = -14;     // a key's e2m1 codes are read as e5m2 values 2^kKeyShift times as large
+constexpr int kLowestShift = -15;  // e5m2 holds e2m1 times 2^shift exactly from here on
+// A head's largest scale becomes this power of two in group 0, and one kMostOver higher in the others; a key's scales are taken
+// as much smaller there, so that those of a plain key are at most one.
+constexpr int kFirstTop = -5, kMostOver = 7;
+constexpr int kDotShift = kKeyShift + kFirstTop;    // the sum over groups is 2^kDotShift times as large
+constexpr int kLeastPlain = 112, kMostPlain = 143;  // ue8m0 codes, of a head's largest scale and a key's first
 static_assert(32 * 36 * (1 + 3 * (1 << kMostOver)) <= 1 << -kDotShift, "the sum over groups of a plain key is below 1");
 constexpr int kConsumers = 4, kConsumerRegisters = 104, kProducerRegisters = 64;  // warpgroups that compute; one copies
 constexpr int kProducers = 4;  // its warps
@@ -89,11 +91,12 @@ __device__ __forceinline__ void load_group(const IndexCall& c, const IndexRun& r
     nan |= __shfl_xor_sync(0xFFFFFFFFu, nan, other);
   }
   if (largest == 0) largest = 127;  // nothing but zeros
-  int shift = used ? static_cast<int>(scale) - largest + kTopShift : kTopShift;
-  float apart = ldexpf(1.0f, -kDotShift);
+  const int top = group == 0 ? kFirstTop : kFirstTop + kMostOver;
+  int shift = used ? static_cast<int>(scale) - largest + top : top;
+  float apart = ldexpf(1.0f, -kKeyShift - top);
   if (shift < kLowestShift) {
-    apart = ldexpf(1.0f, shift - kTopShift - kDotShift);
-    shift = kTopShift;
+    apart = ldexpf(1.0f, shift - 2 * top - kKeyShift);
+    shift = top;
     s.plain[r] = 0;
   }
   const bool moderate = weight == 0.0f || (fabsf(weight) > 0x1p-40f && fabsf(weight) < 0x1p40f);

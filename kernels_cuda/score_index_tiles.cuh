@@ -14,7 +14,6 @@ constexpr uint64_t kDescriptorHigh = static_cast<uint64_t>(kSwizzle128) << 30 | 
 struct Lane {
   uint32_t keys;     // address of the 16 bytes of codes that it names for ldmatrix, in the ring's first tile
   uint32_t scales;   // address there of the scales of its first key; the second is 8 further
-  uint32_t pairs;    // address there of the scales of two keys, of which the lanes have all
   uint32_t full;     // address of the first tile's barrier
   int place;         // of the key in the tile whose score it has in the end
   uint32_t queries;  // low half of the descriptor of the first query row
@@ -34,57 +33,49 @@ __device__ __forceinline__ Lane lane_of_thread(const Shared& s) {
   Lane l;
   l.keys = shared_address(s.keys[0]) + row / 2 * 128 + ((((row & 1) << 2 | group) ^ (row >> 1 & 7)) << 4);
   l.scales = shared_address(&s.scales[0][first + lane / 4]);
-  l.pairs = shared_address(&s.scales[0][2 * lane]);
   l.full = shared_address(&s.full[0]);
   l.place = first + lane / 4 + 8 * (lane & 1);
   l.queries = static_cast<uint32_t>(wgmma_descriptor128(s.queries[0]));
-  asm volatile("" : "+r"(l.keys), "+r"(l.scales), "+r"(l.pairs), "+r"(l.full), "+r"(l.queries));  // kept, not worked out again
+  asm volatile("" : "+r"(l.keys), "+r"(l.scales), "+r"(l.full), "+r"(l.queries));  // kept, not worked out again
   return l;
 }
 
-// A key's four scales. ratio[g] = scale g / scale 0, and the sum over heads is multiplied by `factor`, scale 0 / 2^kDotShift:
+// A key's four scales. ratio[g] = scale g / scale 0 / 2^kMostOver, and the sum over heads is multiplied by scale 0 / 2^kDotShift:
 // powers of two, so that gives the bits of scaling each group's sum, as long as nothing leaves the range of float and the sum
 // over groups stays below 1 (its relu is a saturation). Where scales or weights are so far from one, or a key's scales so far
-// from each other, that it might not ("not plain"), each sum is scaled by itself.
+// from its first, that it might not ("not plain"), each product is scaled by itself.
 struct KeyScales {
-  uint32_t codes;
-  float factor, ratio[kGroups];
+  uint32_t codes, over;
+  float ratio[kGroups];
+
+  // Byte 0 of `over` is the first code - 16, byte g is code g - the first + 127 - kMostOver: from 96 to 127 for a plain key, and
+  // for no other.
+  __device__ __forceinline__ explicit KeyScales(uint32_t c) : codes(c), over(c + 0x787877F0u - (c & 255) * 0x01010100u) {
+    ratio[1] = __uint_as_float(over << 15 & 0x7F800000u);
+    ratio[2] = __uint_as_float(over << 7 & 0x7F800000u);
+    ratio[3] = __uint_as_float(over >> 1 & 0x7F800000u);
+  }
 };
-
-__device__ __forceinline__ void take_scales(uint32_t codes, KeyScales& scales) {
-  const uint32_t first = codes & 255, over = codes + 0x7F7F7F7Fu - first * 0x01010101u;  // no carries where they are plain
-  scales.codes = codes;
-  scales.factor = __uint_as_float((first + static_cast<uint32_t>(-kDotShift)) << 23);
-  scales.ratio[1] = __uint_as_float(over << 15 & 0x7F800000u);
-  scales.ratio[2] = __uint_as_float(over << 7 & 0x7F800000u);
-  scales.ratio[3] = __uint_as_float(over >> 1 & 0x7F800000u);
-}
-
-// Whether every code of two keys is from kLeastPlain to kMostPlain and at most kMostOver over its key's first, and nothing else
-// speaks against it.
-__device__ __forceinline__ bool are_plain(uint2 codes, uint32_t against) {
-  constexpr uint32_t kBytes = 0x01010101u, kMargin = (127 - kMostOver) * kBytes, kShift = (128 - kLeastPlain) * kBytes;
-  const uint32_t over_x = codes.x + kMargin - __byte_perm(codes.x, 0, 0), over_y = codes.y + kMargin - __byte_perm(codes.y, 0, 0);
-  const uint32_t outside = (codes.x + kShift ^ 0x80808080u | codes.y + kShift ^ 0x80808080u) & 0xE0E0E0E0u;
-  return (outside | (over_x | over_y) & 0x80808080u | against) == 0;
-}
 
 struct KeyTile {
   uint32_t words[2][kGroups];  // as they are stored, of this thread's two keys
   uint32_t codes[kGroups][4];  // the register operand of the four wgmma
-  KeyScales scales[2];         // of this thread's two keys
-  bool plain;                  // all of its keys' scales, so that a warpgroup agrees, and a lone row's
+  uint32_t scales[2];          // of this thread's two keys
 };
 
 // A row of ldmatrix is a key's 16 bytes of a group, so a lane gets the word of its place in the quad. Eight rows on, the swizzle
 // flips bit 6.
-__device__ __forceinline__ void load_keys(uint32_t stage, const Lane& l, uint32_t against, KeyTile& tile) {
+__device__ __forceinline__ void load_keys(uint32_t stage, const Lane& l, KeyTile& tile) {
   const uint32_t keys = l.keys + stage * (kIndexTile * kCodes), scales = l.scales + stage * (kIndexTile * 4);
   load_matrices(keys, tile.words[0]);
   load_matrices((keys ^ 64) + 8 * kCodes, tile.words[1]);
-  take_scales(load_shared4(scales), tile.scales[0]);
-  take_scales(load_shared4(scales + 8 * 4), tile.scales[1]);
-  tile.plain = __all_sync(0xFFFFFFFFu, are_plain(load_shared8(l.pairs + stage * (kIndexTile * 4)), against));
+  tile.scales[0] = load_shared4(scales);
+  tile.scales[1] = load_shared4(scales + 8 * 4);
+}
+
+// Whether all keys of the warp are plain, and nothing else speaks against it.
+__device__ __forceinline__ bool are_plain(const KeyScales& a, const KeyScales& b, uint32_t against) {
+  return __all_sync(0xFFFFFFFFu, ((a.over ^ 0x60606060u | b.over ^ 0x60606060u) & 0xE0E0E0E0u | against) == 0);
 }
 
 // Makes the operand of a group: e5m2 values of the codes, each 2^kKeyShift times as large.
@@ -104,10 +95,10 @@ __device__ __forceinline__ void expand_group(KeyTile& tile, int g) {
 // key.
 template <bool pool>
 __device__ __forceinline__ int take_tile(const IndexCall& c, const Shared& s, const Lane& l, const Turn& turn, int first,
-                                         uint32_t against, KeyTile& tile) {
+                                         KeyTile& tile) {
   const uint32_t stage = turn.stage(), full = l.full + 8 * stage;
   mbarrier_wait_at(full, turn.phase());
-  load_keys(stage, l, against, tile);
+  load_keys(stage, l, tile);
   int key = first + l.place;
   if (pool) {
     const int piece = s.first_row[stage][l.place >> c.piece_shift];

@@ -8,11 +8,14 @@ from deepinfer_hal import formats
 from deepinfer_hal.kernel import CallSpec, No, Yes
 
 LOWEST_SHIFT, TOP_SHIFT = -15, -5
-"""kernels_cuda/score_index.cu folds a query's scale into its operand within these powers of two."""
+"""kernels_cuda/score_index.cu folds a query's scale into its operand within these powers of two, in the first group."""
 
 KEY_SHIFT, MOST_OVER = -14, 7
 """It reads a key's codes as values this power of two as large, and its fast form serves keys whose scales are at most the other
-power of two over their first."""
+power of two over their first; in the other groups the operand is that much larger, and the key's scale that much smaller."""
+
+LEAST_OVER, LEAST_FIRST, MOST_FIRST = -24, 112, 143
+"""The other bounds of those keys' codes."""
 
 SEED = 20261129
 
@@ -27,7 +30,7 @@ def e5m2_values() -> torch.Tensor:
 
 def test_a_query_code_times_its_folded_scale_is_an_e5m2_value():
     representable = set(e5m2_values()[:124].tolist())
-    for shift in range(LOWEST_SHIFT, TOP_SHIFT + 1):
+    for shift in range(LOWEST_SHIFT, TOP_SHIFT + MOST_OVER + 1):
         assert all(value * 2.0**shift in representable for value in formats.E2M1_VALUES()[:8].tolist())
     assert 0.5 * 2.0 ** (LOWEST_SHIFT - 1) not in representable
 
@@ -44,6 +47,18 @@ def test_shifted_bits_of_a_key_code_are_an_e5m2_code_of_a_power_of_two_of_it():
 def test_a_sum_over_groups_is_below_one_so_that_saturation_is_its_relu():
     largest = 6 * 2.0**KEY_SHIFT * 6 * 2.0**TOP_SHIFT * 32 * (1 + 3 * 2.0**MOST_OVER)
     assert 0.5 < largest < 1
+
+
+def test_three_instructions_on_a_word_of_scales_tell_the_keys_that_the_fast_form_serves():
+    g = torch.Generator().manual_seed(SEED)
+    codes = torch.randint(0, 256, (1 << 15, 4), generator=g)
+    near = torch.randint(0, 256, (1 << 15, 1), generator=g) + torch.randint(-26, 10, (1 << 15, 4), generator=g)
+    codes = torch.cat([codes, near.clamp(0, 255)])
+    word = codes[:, 0] | codes[:, 1] << 8 | codes[:, 2] << 16 | codes[:, 3] << 24
+    over = word + 0x787877F0 - codes[:, 0] * 0x01010100 & 0xFFFFFFFF
+    first, others = codes[:, 0], codes[:, 1:] - codes[:, :1]
+    served = (first >= LEAST_FIRST) & (first <= MOST_FIRST) & ((others >= LEAST_OVER) & (others <= MOST_OVER)).all(1)
+    assert torch.equal(((over ^ 0x60606060) & 0xE0E0E0E0) == 0, served) and int(served.sum()) > 500
 
 
 def test_a_groups_sum_fits_the_narrowest_accumulator():
