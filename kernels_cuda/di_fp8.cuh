@@ -36,6 +36,23 @@ __device__ __forceinline__ uint32_t code_factor(uint32_t scale) {
   return scale > 134u + offset ? 0x7FFF7FFFu : (scale + 120u - offset) * 0x00800080u;
 }
 
+// Codes 0, 1 and 2, 3 of a word as F16.
+__device__ __forceinline__ uint32_t low_codes_f16(uint32_t word) {
+  uint32_t pair;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(pair) : "r"(word));
+  return pair;
+}
+__device__ __forceinline__ uint32_t high_codes_f16(uint32_t word) {
+  uint32_t pair;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(pair) : "r"(word));
+  return pair;
+}
+__device__ __forceinline__ uint32_t scale_f16x2(uint32_t pair, uint32_t factor) {
+  uint32_t scaled;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(scaled) : "r"(pair), "r"(factor));
+  return scaled;
+}
+
 // ue8m0 code of a group with largest magnitude `amax`: the smallest power of two s with max(amax, 1e-4) / 448 <= s; 255 if
 // amax is not finite.
 __device__ __forceinline__ uint32_t fp8_scale(float amax) {

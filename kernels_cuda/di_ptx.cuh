@@ -83,6 +83,14 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, and whether `value` is true in all of them.
+__device__ __forceinline__ bool named_barrier_all(int id, int threads, bool value) {
+  uint32_t all;
+  asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; barrier.red.and.pred q, %2, %3, p; selp.b32 %0, 1, 0, q; }"
+               : "=r"(all) : "r"(static_cast<int>(value)), "r"(id), "r"(threads) : "memory");
+  return all != 0;
+}
+
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -146,6 +154,14 @@ __device__ __forceinline__ int settled(int value) {
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
+// From this block's shared memory to the same-named place `to` of block `rank` of the cluster, completing on `barrier` there.
+__device__ __forceinline__ void bulk_copy_cluster(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{ .reg .b32 place, full; mapa.shared::cluster.u32 place, %0, %4; mapa.shared::cluster.u32 full, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [place], [%1], %2, [full]; }" ::"r"(shared_address(to)),
+      "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 
 // From shared to global memory; returns once the bytes are there. `bytes`, both addresses: multiples of 16.
@@ -268,6 +284,9 @@ __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ void store_shared16(uint32_t address, const uint32_t (&v)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
 __device__ __forceinline__ void store_shared4(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }

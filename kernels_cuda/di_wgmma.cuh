@@ -1,7 +1,7 @@
 // Hopper's matrix instruction: one warpgroup multiplies a tile of 64 rows, accumulating FP32 in registers.
 //
 //   Wgmma<64>::bf16_ss(d, a, b, true)      D[64, 64] += A[64, 16] B[64, 16]^T, both BF16 in shared memory (descriptors)
-//   Wgmma<64>::bf16_rs(d, fragment, b, true)   the same with A in registers
+//   Wgmma<64>::bf16_rs(d, fragment, b, true)   the same with A in registers; f16_rs: both F16
 //   Wgmma<64>::e4m3_ss / e4m3_rs           K = 32, both operands e4m3; e5m2_rs: both e5m2
 //
 // d[N / 2]: thread t of the warpgroup (warp w = t / 32, lane l = t % 32) holds, for column group j < N / 8,
@@ -96,6 +96,13 @@ struct Wgmma;
     static __device__ __forceinline__ void bf16_rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {       \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                          \
                    "k16.f32.bf16.bf16 {" DI_R##R "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, %" #P6 "; }" \
+                   : DI_F##R(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                                       \
+                     "r"(static_cast<int>(accumulate)), "n"(transposed_b));                                                    \
+    }                                                                                                                          \
+    template <int transposed_b = 0>                                                                                            \
+    static __device__ __forceinline__ void f16_rs(float (&d)[R], const uint32_t (&a)[4], uint64_t b, bool accumulate) {        \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                          \
+                   "k16.f32.f16.f16 {" DI_R##R "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, %" #P6 "; }"   \
                    : DI_F##R(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                                       \
                      "r"(static_cast<int>(accumulate)), "n"(transposed_b));                                                    \
     }                                                                                                                          \

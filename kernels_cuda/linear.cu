@@ -3,6 +3,7 @@
 // of K; what does not fit goes in parts.
 #include "di_launch.cuh"
 #include "linear_combine.cuh"
+#include "linear_few_launch.cuh"
 #include "linear_rows.cuh"
 #include "linear_tile.cuh"
 
@@ -18,9 +19,9 @@ using Apart256 = Config<256, kApart, 4, 6>;
 using Joined128 = Config<128, kJoined, 6, 8>;
 using Joined256 = Config<256, kJoined, 4, 6>;
 
-// Up to 64 rows, which the block itself expands.
-template <int T, Slices slices>
-using Raw = Config<T, slices, 8, (T == 16 ? 10 : T == 32 ? 8 : 5) + (slices == kOne ? 0 : 2), kRaw>;
+// Up to 64 rows and one slice of K; more slices: linear_few.cuh.
+template <int T>
+using Raw = Config<T, kOne, 8, T == 16 ? 10 : T == 32 ? 8 : 5, kRaw>;
 
 using DenseInTurn64 = Config<64, kInTurn, 8, 8, kDense>;
 using DenseInTurn128 = Config<128, kInTurn, 6, 6, kDense>;
@@ -78,14 +79,10 @@ bool joins(const Problem& p) {
 // One tile of rows, which the kernel itself makes BF16.
 template <typename C>
 int launch_raw(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
-  p.row_tiles = 1, p.partial = reinterpret_cast<float*>(p.expanded);
+  p.row_tiles = 1;
   const int64_t units = static_cast<int64_t>(p.groups) * p.feature_tiles(), most = multiprocessors();
-  const int64_t blocks = C::kSplit ? units * p.slices : units < most ? units : most;
   if (allow_shared<linear_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
-  const int cluster = C::kSlices == kJoined ? p.slices : 1;
-  launch_clusters(linear_kernel<C>, grid_of(blocks), C::kThreads, C::kShared, stream, cluster, true, map, row_map, p);
-  if constexpr (C::kSlices == kApart)
-    launch_early(combine_slices<C::T>, grid_of(units * (C::T / kCombineRows)), kCombineThreads, 0, stream, p);
+  launch_early(linear_kernel<C>, grid_of(units < most ? units : most), C::kThreads, C::kShared, stream, map, row_map, p);
   return finish(e, "linear");
 }
 
@@ -145,19 +142,14 @@ int64_t rounds(const Problem& p, int tile_rows, int slices) {
   return ceil_div(blocks, multiprocessors()) * tile_rows * p.k / slices;
 }
 
-// Few rows; false where the kernel that expands them in its blocks does not serve them.
+// Few rows; false where the kernels that expand them in their blocks do not serve them.
 template <int T>
 bool choose_raw(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e, int* status) {
-  const bool one_group = p.groups == 1 || (p.slices > 1 && p.k % kChunk == 0);  // a block keeps the scales of one group of columns
-  if (!p.x_aligned || !one_group || ceil_div(p.chunks(), p.slices) > kMostRawSteps) return false;
+  if (p.slices > 1) return choose_few<T>(p, map, room, stream, e, status);
+  if (!p.x_aligned || p.groups > 1 || p.chunks() > kMostRawSteps) return false;  // a block keeps the scales of one group of columns
   CUtensorMap row_map;
-  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, p.rows, static_cast<int64_t>(p.groups) * p.k, p.x_stride, T, kChunk,
-                  CU_TENSOR_MAP_SWIZZLE_NONE))
-    return false;
-  if (p.slices == 1) return *status = launch_raw<Raw<T, kOne>>(p, map, row_map, stream, e), true;
-  if (joins<Raw<T, kJoined>>(p)) return *status = launch_raw<Raw<T, kJoined>>(p, map, row_map, stream, e), true;
-  if (partial_bytes(p, T) > room) return false;
-  return *status = launch_raw<Raw<T, kApart>>(p, map, row_map, stream, e), true;
+  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, p.rows, p.k, p.x_stride, T, kChunk, CU_TENSOR_MAP_SWIZZLE_NONE)) return false;
+  return *status = launch_raw<Raw<T>>(p, map, row_map, stream, e), true;
 }
 
 // Which tiles serve these rows; the bits are the same with all.

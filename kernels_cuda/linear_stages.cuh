@@ -9,8 +9,9 @@
 namespace di::linear {
 
 // How the slices of K meet: there is one; a block goes through all of them, with a second set of sums; each has its own block,
-// which leaves its sums in the workspace for linear_combine.cuh; or these blocks are a cluster and add in shared memory.
-enum Slices : int { kOne, kInTurn, kApart, kJoined };
+// which leaves its sums in the workspace for linear_combine.cuh; or these blocks are a cluster and add in shared memory; or they wait
+// for one another's sums in the workspace (few rows).
+enum Slices : int { kOne, kInTurn, kApart, kJoined, kNear };
 
 // T: activation rows of a tile. Stages: sub-tiles of rows (an even number), steps of weights.
 // kOperands: what becomes of the rows.

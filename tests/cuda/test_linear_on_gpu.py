@@ -120,3 +120,50 @@ def test_a_row_with_an_infinity_is_nan_and_its_neighbours_are_not():
     problem.x, problem.x_scale = quantise(x, "fp8_32")
     out = problem.run(torch.arange(5, device="cuda"))
     assert bool(out[2].isnan().all()) and not bool(out[[0, 1, 3, 4]].isnan().any())
+
+
+@pytest.mark.parametrize(("groups", "n", "k"), [(0, 1280, 5120), (0, 5120, 8192), (0, 32768, 1280), (8, 1024, 4096)])
+@pytest.mark.parametrize("where", ["rows", "weights"])
+def test_scales_too_far_apart_for_half_precision_give_the_bits_of_many_rows_too(groups, n, k, where):
+    problem = Problem(groups, n, k, True)
+    if where == "rows":
+        problem.x_scale[3, 5] -= 13  # one group of one row, 2^-13 of the others
+    else:
+        canonical = problem.weight.canonical()
+        scales = canonical.scales.clone()
+        scales.view(-1, k // 32)[2, 7] += 13
+        problem.weight = WeightHandle("w", CanonicalWeight("fp8_block32", canonical.values, scales))
+    problem.values = dequantise(problem.x, problem.x_scale, "fp8_32")
+    whole = problem.run(everyone()[:200])
+    matrix = problem.weight.dequantise().double().view(-1, n, k)
+    wanted = torch.einsum("tgk,gnk->tgn", problem.values[:200].double().view(200, -1, k), matrix).flatten(1)
+    allowed = sum_tolerance(torch.float32, k, float(problem.values.abs().max() * matrix.abs().max()))
+    assert bool(((whole.double() - wanted).abs() <= allowed.atol + allowed.rtol * wanted.abs()).all())
+    for count in (64, 20, 8):
+        assert torch.equal(problem.run(everyone()[:count]), whole[:count]), f"{count} rows"
+
+
+def test_a_captured_call_gives_the_same_bits_in_every_replay_and_beside_other_calls():
+    problems = [Problem(0, n, k, True) for n, k in ((5120, 8192), (1280, 5120), (5120, 2304))]
+    rows = torch.arange(64, device="cuda")
+    wanted = [problem.run(rows) for problem in problems]
+    outs = [torch.empty_like(one) for one in wanted]
+    given = [(problem.x[rows], problem.x_scale[rows]) for problem in problems]
+
+    def all_of_them():
+        for problem, (x, scale), out in zip(problems, given, outs, strict=True):
+            problem.call(x, scale, problem.weight, None, out, None)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        all_of_them()
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(5):
+            all_of_them()
+    for _ in range(20):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, one) for out, one in zip(outs, wanted, strict=True))

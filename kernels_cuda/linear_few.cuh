@@ -1,0 +1,104 @@
+// Up to 64 activation rows: y = x W^T from fp8_32 codes in one kernel, sums and their order as in linear_tile.cuh.
+//
+// A block has one tile, 64 weight rows a warpgroup, and one slice of K. Codes of weights and rows are copied to shared memory; a
+// warpgroup expands its weights in registers and multiplies, and a few warps expand the rows to sub-tiles in shared memory, steps
+// in turn, so that their waits hide one another. Weights are on their way before the block has met, and before the kernel that
+// makes the rows has ended. Where the scales of each weight tile and of each row lie within 2^12, everything is expanded to F16,
+// one instruction for two codes, else to BF16: all products are exact and no operand is subnormal, so the bits are the same.
+#pragma once
+
+#include "linear_combine.cuh"
+#include "linear_few_meet.cuh"
+#include "linear_few_products.cuh"
+
+namespace di::linear {
+
+template <typename C>
+__device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Problem& p, const FewPlan& plan, const FewWork& w,
+                                            int id) {
+  FewConsumer<C> consumer(shared, p, w, id);
+  uint32_t words = consumer.load_scales();
+  const uint32_t first = __shfl_sync(0xFFFFFFFFu, words, 0);
+  const uint32_t top = half_window(id % 32 < w.steps ? words : first, kLeastWeightScale, kMostWeightScale);
+  wait_for_predecessor();
+  const int valid = valid_rows(p);
+  float sums[C::T / 2];
+  float undo = 1.0f;
+  if (agree<C>(top != 0)) {
+    undo = half_undo(top);
+    consumer.template multiply<true>(sums, half_exponents(words, top));
+  } else {
+    consumer.template multiply<false>(sums, words);
+  }
+  if constexpr (C::kSlices == kApart) {
+    consumer.stage(p.partial + static_cast<int64_t>(w.tile * p.slices + w.slice) * (C::T * kTilePitch), kTilePitch, sums, undo);
+  } else {
+    named_barrier_sync(3, C::kConsumers);  // all have read the stages, which the sums now replace
+    consumer.stage(shared.tile(), C::kPitch, sums, undo);
+    if (C::kSlices == kJoined) fence_proxy_async();
+    named_barrier_sync(3, C::kConsumers);
+    if constexpr (C::kSlices == kJoined) store_joined<C>(shared, p, plan, w, id, valid);
+    else if constexpr (C::kSlices == kNear) store_near<C>(shared, p, plan, w, id, valid);
+    else store_whole<C>(shared, p, w, id, valid);
+  }
+}
+
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant__ CUtensorMap row_map, const Problem p,
+           const __grid_constant__ FewPlan plan) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const FewShared<C> shared{memory};
+  const FewWork w = FewWork::of(plan);
+  const int id = threadIdx.x - C::kConsumers;
+  if (id == C::kExpanders) {  // the weights' copies are under way before the block meets
+#pragma unroll
+    for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_full(i), 1);
+    fence_mbarrier_init();
+    copy_first_weights<C>(shared, &weight_map, p, w);
+  } else if (id == 0) {
+#pragma unroll
+    for (int i = 0; i < C::kRowStages; ++i) {
+      mbarrier_init(shared.rows_full(i), C::kParts);
+      mbarrier_init(shared.rows_empty(i), C::kConsumers / 32);
+    }
+#pragma unroll
+    for (int i = 0; i < C::kRawStages; ++i) {
+      mbarrier_init(shared.raw_full(i), 1);
+      mbarrier_init(shared.raw_empty(i), C::kParts);
+    }
+    fence_mbarrier_init();
+  } else if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_empty(i), C::kConsumers / 32);
+    mbarrier_init(shared.sums_full(), 1);
+    fence_mbarrier_init();
+    if (C::kSlices == kJoined)
+      mbarrier_arrive_expect(shared.sums_full(), (plan.row[w.slice + 1] - plan.row[w.slice]) * p.slices * C::kPitch * 4);
+  }
+  __syncthreads();
+  launch_dependents();
+  if (C::kSlices == kJoined) cluster_arrive();
+  if (id < 0) {
+    if (C::kSlices == kJoined) cluster_wait();  // the others can be sent to
+    consume_few<C>(shared, p, plan, w, threadIdx.x);
+  } else {
+    if (id < C::kExpanders) {
+      wait_for_predecessor();
+      if (keep_few_scales<C>(shared, p, w, valid_rows(p), id)) expand_steps<C, true>(shared, w, id);
+      else expand_steps<C, false>(shared, w, id);
+    } else if (id == C::kExpanders) {
+      copy_few_weights<C>(shared, &weight_map, p, w);
+    } else if (id == C::kExpanders + 32) {
+      copy_few_rows<C>(shared, &row_map, p, w);
+    }
+    __syncwarp();
+    if (C::kSlices == kJoined) cluster_wait();
+  }
+  if (C::kSlices == kJoined) {
+    cluster_arrive_relaxed();  // no block ends while its sums are being sent
+    cluster_wait();
+  }
+}
+
+}  // namespace di::linear

@@ -1,0 +1,80 @@
+// Host side of linear_few.cuh: which of its kernels serves a call.
+#pragma once
+
+#include <atomic>
+
+#include "linear_few.cuh"
+
+namespace di::linear {
+
+// Bytes of the workspace that sums of slices take, and the flags after them.
+inline int64_t few_sums_bytes(const Problem& p, int tile_rows) {
+  return round_up(static_cast<int64_t>(p.groups) * p.feature_tiles() * p.slices * tile_rows * kTilePitch * 4, 256);
+}
+inline int64_t few_bytes(const Problem& p, int tile_rows) {
+  return few_sums_bytes(p, tile_rows) + static_cast<int64_t>(p.groups) * p.feature_tiles() * p.slices * p.slices * 8;
+}
+
+// A number that no other call of the process has, and that memory is not likely to hold.
+inline uint64_t next_nonce() {
+  static std::atomic<uint64_t> calls{0x5DEECE66Dull};
+  return (calls.fetch_add(1) + 1) * 0x9E3779B97F4A7C15ull;
+}
+
+// How many clusters of `size` blocks of a kernel the device holds at once; asked once a device, kernel and size.
+template <typename C>
+int resident_few(int size) {
+  static int known[kMostDevices][kMostSlices + 1] = {};
+  int& count = known[current_device() % kMostDevices][size];
+  if (count == 0) {
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(size)), config.blockDim = dim3(C::kThreads), config.dynamicSmemBytes = C::kShared;
+    config.attrs = &cluster, config.numAttrs = 1;
+    const bool asked = allow_shared<few_kernel<C>>(C::kShared) == cudaSuccess &&
+                       cudaOccupancyMaxActiveClusters(&count, few_kernel<C>, &config) == cudaSuccess;
+    if (!asked || count == 0) cudaGetLastError(), count = -1;
+  }
+  return count;
+}
+
+template <typename C>
+int launch_few(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
+  p.row_tiles = 1, p.partial = reinterpret_cast<float*>(p.expanded), p.undo = 1.0f;  // sums leave a block with all their factors
+  const auto tiles = static_cast<unsigned>(ceil_div(p.n, C::kFeatures));
+  const dim3 grid(static_cast<unsigned>(p.slices), tiles, static_cast<unsigned>(p.groups));
+  FewPlan plan = {};
+  plan.flags = reinterpret_cast<uint64_t*>(p.expanded + few_sums_bytes(p, C::T)), plan.nonce = next_nonce();
+  for (int i = 0; i <= p.slices; ++i)
+    plan.step[i] = static_cast<uint16_t>(p.slice_start(i)), plan.row[i] = static_cast<uint16_t>(C::T * i / p.slices);
+  if (allow_shared<few_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
+  const int cluster = C::kSlices == kJoined ? p.slices : 1;
+  launch_clusters(few_kernel<C>, grid, C::kThreads, C::kShared, stream, cluster, true, map, row_map, p, plan);
+  if constexpr (C::kSlices == kApart)
+    launch_early(combine_slices<C::T>, dim3(grid.y * grid.z * (C::T / kCombineRows)), kCombineThreads, 0, stream, p);
+  return finish(e, "linear");
+}
+
+// Up to T rows and several slices; false where these kernels do not serve them.
+template <int T>
+bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e, int* status) {
+  const bool one_group = p.groups == 1 || p.k % kChunk == 0;  // a step of rows has the columns of one group
+  const int64_t tiles = static_cast<int64_t>(p.groups) * p.feature_tiles();
+  const bool fits = ceil_div(p.chunks(), p.slices) <= kMostRawSteps && p.feature_tiles() <= 65535 && p.groups <= 65535;
+  if (!p.x_aligned || !one_group || !fits) return false;
+  const int64_t columns = static_cast<int64_t>(p.groups) * p.k;
+  CUtensorMap row_map;
+  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  if (!matrix_map(&row_map, bytes, p.x, p.rows, columns, p.x_stride, T, kChunk, CU_TENSOR_MAP_SWIZZLE_128B))
+    return false;
+  if (tiles <= resident_few<FewConfig<T, 2, kJoined>>(p.slices))
+    return *status = launch_few<FewConfig<T, 2, kJoined>>(p, map, row_map, stream, e), true;
+  if (few_bytes(p, T) > room) return false;
+  if (p.slices <= kMostNearSlices && tiles * p.slices <= multiprocessors())
+    return *status = launch_few<FewConfig<T, 2, kNear>>(p, map, row_map, stream, e), true;
+  return *status = launch_few<FewConfig<T, 2, kApart>>(p, map, row_map, stream, e), true;
+}
+
+}  // namespace di::linear

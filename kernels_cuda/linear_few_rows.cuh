@@ -1,0 +1,144 @@
+// The scales of few rows, whether F16 takes them, and the warps that expand rows to the sub-tiles that wgmma reads.
+#pragma once
+
+#include "di_fp8.cuh"
+#include "linear_few_stages.cuh"
+
+namespace di::linear {
+
+// Scales of one operand that F16 takes: the largest, as 2^7, and down to 2^-12 of it, so that no code but zero is subnormal. What
+// is the largest lies within these bounds: above them BF16 gives NaN, and below them its sums could underflow.
+constexpr int kHalfWindow = 12, kLeastWeightScale = 106, kLeastRowScale = 112, kMostWeightScale = 142, kMostRowScale = 174;
+
+// Four scales of a row's step, a word; what lies beyond the columns, or is not `inside`, is 127.
+__device__ __forceinline__ uint32_t scale_word(const uint8_t* row, int column, int columns, bool words, bool inside) {
+  uint32_t four = 0x7F7F7F7Fu;
+  if (!inside || column >= columns) return four;
+  if (words) return __ldg(reinterpret_cast<const uint32_t*>(row + column));
+#pragma unroll 1
+  for (int j = 0; j < min(4, columns - column); ++j) four ^= (row[column + j] ^ 0x7Fu) << 8 * j;
+  return four;
+}
+
+// The window of scales that `four` of all lanes lie in: its top, at least `least`; 0 if they lie in none that F16 takes.
+__device__ __forceinline__ uint32_t half_window(uint32_t four, uint32_t least, uint32_t most) {
+  const uint32_t a = four & 255u, b = four >> 8 & 255u, c = four >> 16 & 255u, d = four >> 24;
+  const uint32_t top = max(__reduce_max_sync(0xFFFFFFFFu, max(max(a, b), max(c, d))), least);
+  const uint32_t low = __reduce_min_sync(0xFFFFFFFFu, min(min(a, b), min(c, d)));
+  return top <= most && low + kHalfWindow >= top ? top : 0;
+}
+// Scales as exponents of F16 factors: 2^7 for the top of the window.
+__device__ __forceinline__ uint32_t half_exponents(uint32_t four, uint32_t top) {
+  return four + 22u * 0x01010101u - top * 0x01010101u;
+}
+// 2^(top - 127 - 7): what undoes an operand's factor.
+__device__ __forceinline__ float half_undo(uint32_t top) { return __uint_as_float((top - 7u) << 23); }
+
+// A step's factor from byte `which` of a word.
+template <bool half, int offset>
+__device__ __forceinline__ uint32_t factor_of(uint32_t four, uint32_t which) {
+  const uint32_t byte = __byte_perm(four, 0, 0x4440u | which);
+  return half ? byte * 0x04000400u : code_factor<offset>(byte);
+}
+
+// Whether all threads that expand and consume say yes.
+template <typename C>
+__device__ __forceinline__ bool agree(bool yes) {
+  return named_barrier_all(1, C::kConsumers + C::kExpanders, yes);
+}
+
+// Keeps a slice's scales of all rows in shared memory, and what undoes a row's. Says whether F16 is used.
+template <typename C>
+__device__ __forceinline__ bool keep_few_scales(const FewShared<C>& shared, const Problem& p, const FewWork& w, int valid,
+                                                int thread) {
+  constexpr int kWarps = C::kExpanders / 32, kItems = C::T / kWarps;
+  const int lane = thread % 32, warp = thread / 32, columns = p.scale_columns(), column = (w.start + lane) * 4;
+  const uint8_t* from = p.x_scale + static_cast<int64_t>(w.at.group) * columns;
+  const bool words = (reinterpret_cast<uintptr_t>(from) | p.x_scale_stride | columns) % 4 == 0;
+  constexpr int kOnce = kItems < 8 ? kItems : 8;
+  bool fit = true;
+#pragma unroll 1
+  for (int base = 0; base < C::T; base += kOnce * kWarps) {
+    uint32_t four[kOnce];
+#pragma unroll
+    for (int i = 0; i < kOnce; ++i) {
+      const int row = base + warp + i * kWarps;
+      four[i] = scale_word(from + row * p.x_scale_stride, column, columns, words, row < valid && lane < w.steps);
+    }
+#pragma unroll
+    for (int i = 0; i < kOnce; ++i) {
+      const int row = base + warp + i * kWarps;
+      const uint32_t first = __shfl_sync(0xFFFFFFFFu, four[i], 0);
+      const uint32_t top = half_window(lane < w.steps ? four[i] : first, kLeastRowScale, kMostRowScale);
+      fit = fit && top != 0;
+      shared.scales()[row * kScalePitch + lane] = half_exponents(four[i], top);
+      if (lane == 0) shared.undo()[row] = half_undo(top);
+    }
+  }
+  if (agree<C>(fit)) return true;
+#pragma unroll 1
+  for (int row = warp; row < C::T; row += kWarps) {
+    shared.scales()[row * kScalePitch + lane] =
+        scale_word(from + row * p.x_scale_stride, column, columns, words, row < valid && lane < w.steps);
+    if (lane == 0) shared.undo()[row] = kUndo;
+  }
+  named_barrier_sync(2, C::kExpanders);
+  return false;
+}
+
+// A lane's part of a step: 64 codes of a row, sub-tile `h`: pieces 2 q + h, whose word s is k16 step s.
+template <bool half>
+__device__ __forceinline__ void expand_row(uint32_t to, uint32_t from, uint32_t four, int row, int h) {
+  uint4 codes[4];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) codes[q] = load_shared16(from + row * 128 + (((2 * q + h) ^ row % 8) << 4));
+  uint32_t factors[4];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) factors[q] = factor_of<half, kRowOffset>(four, q);
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    uint32_t low[4], high[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const uint32_t word = s == 0 ? codes[q].x : s == 1 ? codes[q].y : s == 2 ? codes[q].z : codes[q].w;
+      low[q] = half ? scale_f16x2(low_codes_f16(word), factors[q]) : scale_bf16x2(even_codes(word), factors[q]);
+      high[q] = half ? scale_f16x2(high_codes_f16(word), factors[q]) : scale_bf16x2(odd_codes(word), factors[q]);
+    }
+    // the lower half of K has a piece's even words where h is 0, its odd ones where it is 1
+    store_shared16(to + row * 128 + (((2 * s + h) ^ row % 8) << 4), low);
+    store_shared16(to + row * 128 + (((2 * s + 1 - h) ^ row % 8) << 4), high);
+  }
+}
+
+// Every kStride-th step; kParts warps share one.
+template <typename C, bool half>
+__device__ __forceinline__ void expand_steps(const FewShared<C>& shared, const FewWork& w, int thread) {
+  constexpr int kStride = C::kExpanders / 32 / C::kParts;
+  static_assert(kStride <= C::kRowStages && kStride <= C::kRawStages);
+  const int lane = thread % 32, part = thread / 32 % C::kParts, first = thread / 32 / C::kParts;
+  int raw = first, rows = first;
+  uint32_t raw_parity = 0, row_parity = 0;
+#pragma unroll 1
+  for (int step = first; step < w.steps; step += kStride) {
+    mbarrier_wait(shared.raw_full(raw), raw_parity);
+    mbarrier_wait(shared.rows_empty(rows), row_parity ^ 1);
+    const uint32_t from = shared_address(shared.raw(raw)), to = shared_address(shared.rows(rows));
+    const int row = C::T == 16 ? lane % 16 : part * 32 + lane;
+    const uint32_t four = shared.scales()[row * kScalePitch + step];
+    if constexpr (C::T == 16) {
+      expand_row<half>(to + lane / 16 * (C::T * 128), from, four, row, lane / 16);
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) expand_row<half>(to + h * (C::T * 128), from, four, row, h);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.rows_full(rows));
+    if (lane == 1) mbarrier_arrive(shared.raw_empty(raw));
+    raw += kStride, rows += kStride;
+    if (raw >= C::kRawStages) raw -= C::kRawStages, raw_parity ^= 1;
+    if (rows >= C::kRowStages) rows -= C::kRowStages, row_parity ^= 1;
+  }
+}
+
+}  // namespace di::linear

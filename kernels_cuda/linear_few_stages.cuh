@@ -1,0 +1,116 @@
+// How a block of linear_few.cuh is laid out, what it does, and the threads that copy.
+#pragma once
+
+#include "di_launch.cuh"
+#include "di_ptx.cuh"
+#include "linear_stages.cuh"
+
+namespace di::linear {
+
+// G: warpgroups that multiply, 64 weight rows each. Slices meet as in linear_stages.cuh, or kNear (linear_few_meet.cuh).
+template <int T_, int G_, Slices kSlices_>
+struct FewConfig {
+  static constexpr int T = T_, G = G_, kFeatures = 64 * G;
+  static constexpr Slices kSlices = kSlices_;
+  static constexpr int kConsumers = 128 * G, kExpanders = G == 2 ? 128 : 64, kThreads = kConsumers + kExpanders + 64;
+  static constexpr int kRowStages = G == 2 ? 4 : 3, kRawStages = G == 2 ? 4 : 3;
+  static constexpr int kWeightStages = G == 2 ? (T == 64 && kSlices == kJoined ? 5 : T == 64 ? 6 : 8) : 4;
+  static constexpr int kRowStage = T * 256, kRawStage = T * kChunk, kWeightStage = kFeatures * kChunk;
+  static constexpr int kParts = T <= 32 ? 1 : T / 32;  // warps that expand a step of rows
+  static constexpr int kPitch = kFeatures + 4;
+  static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 1;
+  static constexpr int kRaw = kRowStages * kRowStage, kWeights = kRaw + kRawStages * kRawStage;
+  static constexpr int kReceived = kWeights + kWeightStages * kWeightStage;  // the sums of all slices of some rows
+  static constexpr int kScales = kReceived + (kSlices == kJoined ? (T + 8) * kPitch * 4 : 0);
+  static constexpr int kUndo = kScales + T * kScalePitch * 4;
+  static constexpr int kBarrierPlace = (kUndo + T * 4 + 7) / 8 * 8;
+  static constexpr int kShared = kBarrierPlace + kBarriers * 8;
+  static_assert(kShared <= 232448 && T * kPitch * 4 <= kReceived && kRaw % 1024 == 0 && kWeights % 1024 == 0);
+};
+
+// What the host divides, so that a block begins without divisions. Block (slice, feature tile, group).
+struct FewPlan {
+  uint64_t* flags;  // kNear: [tiles][to slice][from slice] in the workspace
+  uint64_t nonce;   // of this call
+  uint16_t step[kMostSlices + 1], row[kMostSlices + 1];  // where a slice begins, and the rows of a tile that its block adds
+};
+
+// What a block does: a tile and the steps of a slice.
+struct FewWork {
+  Place at;
+  int tile, slice, start, steps;
+
+  static __device__ __forceinline__ FewWork of(const FewPlan& plan) {
+    FewWork w;
+    w.slice = blockIdx.x, w.at = {0, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+    w.tile = blockIdx.z * gridDim.y + blockIdx.y;
+    w.start = plan.step[w.slice], w.steps = plan.step[w.slice + 1] - w.start;
+    return w;
+  }
+};
+
+template <typename C>
+struct FewShared {
+  uint8_t* base;
+  __device__ uint8_t* rows(int stage) const { return base + stage * C::kRowStage; }
+  __device__ uint8_t* raw(int stage) const { return base + C::kRaw + stage * C::kRawStage; }
+  __device__ uint8_t* weights(int stage) const { return base + C::kWeights + stage * C::kWeightStage; }
+  __device__ float* tile() const { return reinterpret_cast<float*>(base); }
+  __device__ float* received() const { return reinterpret_cast<float*>(base + C::kReceived); }
+  __device__ uint32_t* scales() const { return reinterpret_cast<uint32_t*>(base + C::kScales); }
+  __device__ float* undo() const { return reinterpret_cast<float*>(base + C::kUndo); }
+  __device__ uint64_t* barrier(int i) const { return reinterpret_cast<uint64_t*>(base + C::kBarrierPlace) + i; }
+  __device__ uint64_t* rows_full(int stage) const { return barrier(stage); }
+  __device__ uint64_t* rows_empty(int stage) const { return barrier(C::kRowStages + stage); }
+  __device__ uint64_t* raw_full(int stage) const { return barrier(2 * C::kRowStages + stage); }
+  __device__ uint64_t* raw_empty(int stage) const { return raw_full(stage) + C::kRawStages; }
+  __device__ uint64_t* weights_full(int stage) const { return barrier(2 * (C::kRowStages + C::kRawStages) + stage); }
+  __device__ uint64_t* weights_empty(int stage) const { return weights_full(stage) + C::kWeightStages; }
+  __device__ uint64_t* sums_full() const { return barrier(C::kBarriers - 1); }
+};
+
+// ---- copies, a thread each
+
+template <typename C>
+__device__ __forceinline__ void copy_few_step(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
+                                              const FewWork& w, int step, int stage) {
+  const int row = w.at.group * p.n + w.at.feature_tile * C::kFeatures;
+  mbarrier_arrive_expect(shared.weights_full(stage), C::kWeightStage);
+#pragma unroll
+  for (int part = 0; part < C::G / 2; ++part)
+    tensor_copy(shared.weights(stage) + part * (kTileFeatures * kChunk), map, (w.start + step) * kChunk,
+                row + part * kTileFeatures, shared.weights_full(stage));
+}
+// The steps that fill the stages at first; this thread makes their barriers.
+template <typename C>
+__device__ __forceinline__ void copy_first_weights(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
+                                                   const FewWork& w) {
+#pragma unroll 1
+  for (int step = 0; step < min(w.steps, C::kWeightStages); ++step) copy_few_step<C>(shared, map, p, w, step, step);
+}
+template <typename C>
+__device__ __forceinline__ void copy_few_weights(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
+                                                 const FewWork& w) {
+  Ring<C::kWeightStages> ring;
+#pragma unroll 1
+  for (int step = C::kWeightStages; step < w.steps; ++step) {
+    mbarrier_wait(shared.weights_empty(ring.stage), ring.parity);
+    copy_few_step<C>(shared, map, p, w, step, ring.stage);
+    ring.next();
+  }
+}
+template <typename C>
+__device__ __forceinline__ void copy_few_rows(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
+                                              const FewWork& w) {
+  Ring<C::kRawStages> ring;
+  wait_for_predecessor();
+#pragma unroll 1
+  for (int step = 0; step < w.steps; ++step) {
+    mbarrier_wait(shared.raw_empty(ring.stage), ring.parity ^ 1);
+    mbarrier_arrive_expect(shared.raw_full(ring.stage), C::kRawStage);
+    tensor_copy(shared.raw(ring.stage), map, w.at.group * p.k + (w.start + step) * kChunk, 0, shared.raw_full(ring.stage));
+    ring.next();
+  }
+}
+
+}  // namespace di::linear
