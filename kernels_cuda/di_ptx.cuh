@@ -297,11 +297,6 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
                : "memory");
 }
 
-// Asks that bytes of global memory be in L2; both: multiples of 16.
-__device__ __forceinline__ void prefetch_bytes(const void* address, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
-
 // Asks for the line of an address, which must be one that may be read.
 __device__ __forceinline__ void prefetch_line(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 

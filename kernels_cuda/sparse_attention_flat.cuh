@@ -75,10 +75,6 @@ struct Gather {
   __device__ __forceinline__ const uint8_t* address(uint32_t where) const {
     return (where >> 31 ? a.compressed : a.window) + (static_cast<uint64_t>(where & 0x7FFFFFFFu) << 4);
   }
-  // Asks that the rows be in L2, whole, before their quarters are copied.
-  __device__ __forceinline__ void prefetch(uint32_t found) const {
-    if (lane < 16 && found != kNone) prefetch_bytes(address(found), kRowBytes);
-  }
   // A quarter of 64 rows into a unit: half a warp takes 256 bytes of a row; zeros past the list.
   __device__ __forceinline__ void copy(const uint32_t (&where)[8], int quarter, int unit) const {
     const uint32_t at = shared_address(s.units[unit]) + piece_offset(2 * warp + (lane >> 4), lane & 15);
@@ -123,14 +119,12 @@ struct Gather {
     const int2 entries[2] = {enter(0, look(t, 0)), enter(1, look(t, 1))};
     int2 entry = enter(2, third);
     uint32_t found = place_of(0, entries[0]), next = place_of(1, entries[1]);
-    prefetch(found), prefetch(next);
     send_query(t, place);
     for (int step = 0; step < steps; ++step) {
       uint32_t where[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) where[i] = __shfl_sync(0xFFFFFFFFu, found, 2 * i + (lane >> 4));
       found = next, next = place_of(step + 2, entry);
-      prefetch(next);
       entry = enter(step + 3, fourth), fourth = look(t, step + 4);
       if (more && step == max(steps - 2, 0) && warp == 0 && lane < kWidth / 64) prefetch_box3(&query, 64 * lane, 0, t + gridDim.x);
 #pragma unroll 1
@@ -150,7 +144,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend_flat_rows(const __grid_con
   if (threadIdx.x == 0) {
     for (int i = 0; i < kUnits; ++i) mbarrier_init(&s.full[i], kGroup), mbarrier_init(&s.empty[i], kGroup);
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(&s.weighed[i], kGroup), mbarrier_init(&s.unweighed[i], 2 * kGroup);
+      for (int j = 0; j < 2; ++j) mbarrier_init(&s.weighed[i][j], kGroup);
+      mbarrier_init(&s.scored[i], 4), mbarrier_init(&s.unweighed[i], 2 * kGroup);
       mbarrier_init(&s.listed[i], 1), mbarrier_init(&s.unlisted[i], 3 * kGroup);
     }
     mbarrier_init(&s.queried, 1);

@@ -17,7 +17,8 @@ struct Shared {
   alignas(1024) uint8_t weights[2][2][kSlab];     // Of two steps, in two parts.
   float shrink[2][kHeads], share[2][kHeads];      // By weights: what the output is multiplied by before them, and in the end.
   uint64_t full[kUnits], empty[kUnits];
-  uint64_t weighed[2], unweighed[2], listed[2], unlisted[2], queried;  // By step, by row of the block.
+  uint64_t scored[2], weighed[2][2], unweighed[2];  // By step; weights are handed on by halves of 32 keys.
+  uint64_t listed[2], unlisted[2], queried;         // By row of the block.
   int keys_of[2], selected[4];
 };
 static_assert(sizeof(Shared) <= 232448);
@@ -71,10 +72,12 @@ struct Score {
     }
   }
 
-  __device__ __forceinline__ void multiply(Place& place) {
+  // `first`: of a row, the block's row number `index`; the quarters of its query in shared memory may still be on their way.
+  __device__ __forceinline__ void multiply(Place& place, uint32_t serial, bool first, int index) {
     const uint64_t q = wgmma_descriptor128(s.q);
 #pragma unroll
     for (int j = 0; j < kQuarters; ++j, place.advance(1)) {
+      if (j == kHeld && first) mbarrier_wait(&s.queried, index & 1);
       mbarrier_wait(&s.full[place.unit], place.parity);
       fence_proxy_async();  // The copies were ordinary accesses.
       const uint64_t k = wgmma_descriptor128(s.units[place.unit]);
@@ -89,6 +92,8 @@ struct Score {
       }
       wgmma_commit();
     }
+    wgmma_wait<1>();
+    if (lane == 0) mbarrier_arrive(&s.scored[serial & 1]);  // All but made; nobody reads them by it.
     wgmma_wait<0>();
     wgmma_hold(scores);
   }
@@ -139,14 +144,15 @@ struct Score {
       }
       const uint32_t at = base + (((2 * k + (lane >> 4)) ^ (lane & 7)) << 4);
       store_matrices(at, coarse), store_matrices(at + kSlab, fine);
-    }
+      if (k % 2 == 0) continue;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if ((lane & 3) == 0) s.shrink[buffer][row(i)] = shrink[i];
-      if (last) share(i, buffer);
+      for (int i = 0; i < 2; ++i) {
+        if (k == 1 && (lane & 3) == 0) s.shrink[buffer][row(i)] = shrink[i];
+        if (k == 3 && last) share(i, buffer);
+      }
+      fence_proxy_async();
+      mbarrier_arrive(&s.weighed[buffer][k / 2]);
     }
-    fence_proxy_async();
-    mbarrier_arrive(&s.weighed[buffer]);
   }
   __device__ __forceinline__ void share(int i, int buffer) {
     float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
@@ -163,12 +169,14 @@ struct Score {
     if (blockIdx.x < tokens) ask_query(blockIdx.x);
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
       const int keys = take_keys(s, index), steps = keys > 0 ? steps_of(keys) : 0;
-      if (steps > 0) take_query(place);
-      mbarrier_wait(&s.queried, index & 1);
+      if (steps > 0)
+        take_query(place);
+      else
+        mbarrier_wait(&s.queried, index & 1);
       reference[0] = reference[1] = -INFINITY;
       sum[0] = sum[1] = 0.0f;
       for (int step = 0; step < steps; ++step, ++serial) {
-        multiply(place);
+        multiply(place, serial, step == 0, index);
         if (step + 1 == steps && t + gridDim.x < tokens) ask_query(t + gridDim.x);
         weigh(keys - step * kStep, step + 1 == steps, serial);
       }
@@ -188,38 +196,54 @@ struct Value {
 
   __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
 
-  // Adds a step, and at a row's last one writes the row.
-  template <bool last>
+  // Adds a step, and at a row's last one writes the row. A warpgroup's products take turns with another's one by one, so those of
+  // the next step's scores, which are short, get a fifth of the matrix unit beside these of two groups. The second half of these
+  // therefore waits until the scores are made, and the weights after them are made beside it. The first half does not wait: its
+  // units are free long before the scores after the next need them filled.
+  template <bool last, bool waits>
   __device__ __forceinline__ void accumulate(int t, uint32_t serial, const Place& place, bool first) {
     const int buffer = serial & 1;
-    mbarrier_wait(&s.weighed[buffer], serial >> 1 & 1);
+    mbarrier_wait(&s.weighed[buffer][0], serial >> 1 & 1);
     const float shrink[2] = {s.shrink[buffer][row(0)], s.shrink[buffer][row(1)]};
-    const float share[2] = {last ? s.share[buffer][row(0)] : 0.0f, last ? s.share[buffer][row(1)] : 0.0f};
     if (__any_sync(0xFFFFFFFFu, !first && (shrink[0] != 1.0f || shrink[1] != 1.0f))) {
 #pragma unroll
       for (int j = 0; j < 64; ++j) output[0][j] *= shrink[(j >> 1) & 1], output[1][j] *= shrink[(j >> 1) & 1];
     }
     const int unit[2] = {place.after(half), place.after(half + 2)};
-    add(output[0], unit[0], buffer, !first);
-    add(output[1], unit[1], buffer, !first);
-    wgmma_wait<1>();
+    add<0>(output[0], unit[0], buffer, !first);
+    mbarrier_wait(&s.weighed[buffer][1], serial >> 1 & 1);
+    const float share[2] = {last ? s.share[buffer][row(0)] : 0.0f, last ? s.share[buffer][row(1)] : 0.0f};
+    add<1>(output[0], unit[0], buffer, true);
+    wgmma_commit();
+    if (!waits) {
+      add<0>(output[1], unit[1], buffer, !first), add<1>(output[1], unit[1], buffer, true);
+      wgmma_commit();
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
     wgmma_hold(output[0]);
     leave<last>(t, 0, unit[0], share);
+    if (waits) {
+      mbarrier_wait(&s.scored[(serial + 1) & 1], (serial + 1) >> 1 & 1);
+      add<0>(output[1], unit[1], buffer, !first), add<1>(output[1], unit[1], buffer, true);
+      wgmma_commit();
+    }
     wgmma_wait<0>();
     wgmma_hold(output[1]);
     mbarrier_arrive(&s.unweighed[buffer]);
     leave<last>(t, 1, unit[1], share);
   }
-  // 32 keys with both parts of their weights, then the others.
+  // 32 keys with both parts of their weights.
+  template <int keys>
   __device__ __forceinline__ void add(float (&columns)[64], int unit, int buffer, bool accumulate) {
     const uint64_t v = wgmma_descriptor(shared_address(s.units[unit]), kSlab, 1024, kSwizzle128), w = wgmma_descriptor128(s.weights[buffer]);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int k = (i >> 2) * 2 + (i & 1), part = i >> 1 & 1;
+    for (int i = 0; i < 4; ++i) {
+      const int k = 2 * keys + (i & 1), part = i >> 1;
       Wgmma<128>::bf16_ss<1>(columns, w + ((part * kSlab + k * 32) >> 4), v + (k * 2048 >> 4), accumulate || i > 0);
     }
-    wgmma_commit();
   }
   template <bool last>
   __device__ __forceinline__ void leave(int t, int n, int unit, const float (&share)[2]) {
@@ -258,14 +282,18 @@ struct Value {
     uint32_t serial = 0;
     int index = 0;
     Place place;
-    for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
-      const int keys = take_keys(s, index);
+    int next = blockIdx.x < tokens ? take_keys(s, 0) : 0;
+    for (int t = blockIdx.x; t < tokens; t += gridDim.x) {
+      const int keys = next, steps = keys > 0 ? steps_of(keys) : 0;
       if (keys == 0) write_zeros(a, t, half * kGroup + 32 * warp + lane);
-      if (keys <= 0) continue;
-      const int steps = steps_of(keys);
-      place.advance(kHeld);
-      for (int step = 0; step < steps - 1; ++step, ++serial, place.advance(kQuarters)) accumulate<false>(t, serial, place, step == 0);
-      accumulate<true>(t, serial, place, steps == 1);
+      if (steps > 0) place.advance(kHeld);
+      for (int step = 0; step < steps - 1; ++step, ++serial, place.advance(kQuarters)) accumulate<false, true>(t, serial, place, step == 0);
+      next = t + gridDim.x < tokens ? take_keys(s, ++index) : 0;
+      if (steps == 0) continue;
+      if (next > 0)
+        accumulate<true, true>(t, serial, place, steps == 1);
+      else
+        accumulate<true, false>(t, serial, place, steps == 1);
       ++serial, place.advance(kQuarters);
     }
   }
