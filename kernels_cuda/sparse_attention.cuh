@@ -2,12 +2,14 @@
 // gridDim-th row, and what it does for a row depends on that row alone.
 //
 // The 64 heads are one M tile. Five warpgroups, a step being 64 keys of the row's list:
-//   gather 2x list a row's keys, gather their stored bytes and expand them to 16-bit floats in shared memory (two stages)
+//   gather 2x gather the stored bytes of a row's keys and expand them to 16-bit floats in shared memory (two stages)
 //   score     Q K^T of a step, the softmax's weights into shared memory
-//   value 2x  output += weights V, each for 256 of the 512 columns, which stay in registers for the row
+//   value 2x  output += weights V, each for 256 of the 512 columns, which stay in registers for the row; meanwhile they list the
+//             next row's keys, since they wait for weights anyway
 #pragma once
 
 #include "sparse_attention_gather.cuh"
+#include "sparse_attention_list.cuh"
 
 namespace di::attention {
 
@@ -48,6 +50,7 @@ struct Score {
   __device__ __forceinline__ void multiply(uint32_t serial) {
     const int stage = serial % kStages;
     mbarrier_wait(&s.full[stage], serial / kStages & 1);
+    fence_proxy_async();  // For the gathering threads' stores.
     const uint64_t q = wgmma_descriptor128(s.q), k = wgmma_descriptor128(s.keys[stage]);
     wgmma_fence();
 #pragma unroll
@@ -148,7 +151,7 @@ struct Score {
 
 // ---- value
 
-template <class E>
+template <class E, bool fp4, bool drafts>
 struct Value {
   const Arguments& a;
   Shared& s;
@@ -170,12 +173,13 @@ struct Value {
     const uint64_t w = wgmma_descriptor128(s.weights);
     wgmma_fence();
     add(v, w, !first);
+    wgmma_wait<0>();
+    wgmma_hold(output[0]), wgmma_hold(output[1]);
+    release(stage, 0);
     mbarrier_wait(&s.weighed[1], serial & 1);
     share[0] = s.share[row(0)], share[1] = s.share[row(1)];
     wgmma_fence();
     add(v + (4096 >> 4), w + (64 >> 4), true);
-    wgmma_wait<1>();
-    release(stage, 0);
     wgmma_wait<0>();
     wgmma_hold(output[0]), wgmma_hold(output[1]);
     release(stage, 1);
@@ -231,18 +235,22 @@ struct Value {
       high = got;
   }
 
+  // The row after a row is listed before what the gathering threads still need of it: before a short one, within a longer one.
   __device__ __forceinline__ void run() {
     const int tokens = rows_of(a);
     uint32_t serial = 0;
     int index = 0;
+    Lister<fp4, drafts> lister{a, s, half * kGroup + 32 * warp + lane};
+    if (blockIdx.x < tokens) lister.list(blockIdx.x, 0);
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
-      const int keys = take_keys(s, index);
+      const int keys = take_keys(s, index), steps = keys > 0 ? steps_of(keys) : 0, lists = steps > 2 ? 1 : 0;
       if (keys == 0) write_zeros(a, t, half * kGroup + 32 * warp + lane);
-      if (keys <= 0) continue;
-      const int steps = steps_of(keys);
       float share[2];
-      for (int step = 0; step < steps; ++step, ++serial) accumulate(serial, step == 0, share);
-      write(t, share);
+      for (int step = 0; step <= steps; ++step) {
+        if (step == lists && t + static_cast<int>(gridDim.x) < tokens) lister.list(t + gridDim.x, index + 1);
+        if (step < steps) accumulate(serial++, step == 0, share);
+      }
+      if (steps > 0) write(t, share);
     }
   }
 };
@@ -258,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant
     }
     for (int i = 0; i < 2; ++i) mbarrier_init(&s.weighed[i], kGroup), mbarrier_init(&s.unweighed[i], 2 * kGroup);
     mbarrier_init(&s.queried, 1);
-    for (int i = 0; i < kLists; ++i) mbarrier_init(&s.listed[i], 1), mbarrier_init(&s.unlisted[i], 3 * kGroup);
+    for (int i = 0; i < kLists; ++i) mbarrier_init(&s.listed[i], kListers), mbarrier_init(&s.unlisted[i], kThreads);
     fence_mbarrier_init();
   }
   if (threadIdx.x < kHeads) s.sink[threadIdx.x] = threadIdx.x < a.heads ? a.sink[threadIdx.x] * kLog2e : 0.0f;
@@ -266,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp < kGatherWarps) {
     registers_down<48>();
-    Gather<E, fp4, drafts> gather{a, s, warp, lane};
+    Gather<E, fp4> gather{a, s, warp, lane};
     gather.run();
   } else if (warp < kGatherWarps + 4) {
     registers_down<64>();
@@ -274,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant
     score.run();
   } else {
     registers_up<160>();
-    Value<E> value{a, s, (warp - kGatherWarps) / 4 - 1, warp % 4, lane};
+    Value<E, fp4, drafts> value{a, s, (warp - kGatherWarps) / 4 - 1, warp % 4, lane};
     value.run();
   }
 }

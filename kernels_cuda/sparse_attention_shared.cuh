@@ -36,10 +36,10 @@ struct Shared {
   float shrink[kHeads];                // What the output so far is multiplied by before the step is added; first half of the weights.
   float sink[kHeads];                  // Times log2 e.
   float share[kHeads];                 // At a row's last step, what the output is multiplied by in the end; second half.
+  int selected[8];                     // By warps of the value groups.
   // Stages empty and weights come and go by halves of 32 keys.
   uint64_t full[kStages], empty[kStages][2], weighed[2], unweighed[2], listed[kLists], unlisted[kLists], queried;
   int window_of[kLists], keys_of[kLists];  // Keys of a list: in the window, and all; -1 for a row that is left as it is.
-  int selected[kGatherWarps];
 };
 
 // The same value, from which the compiler computes nothing ahead, so that no register holds it meanwhile.
