@@ -133,6 +133,8 @@ struct Score {
     uint32_t serial = 0;
     int index = 0;
     if (blockIdx.x < tokens) ask_query(blockIdx.x);
+    if (lane < 16) s.sink[16 * warp + lane] = 16 * warp + lane < a.heads ? a.sink[16 * warp + lane] * kLog2e : 0.0f;
+    __syncwarp();
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
       const int keys = take_keys(s, index), steps = keys > 0 ? steps_of(keys) : 0;
       mbarrier_wait(&s.queried, index & 1);
@@ -268,8 +270,10 @@ __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant
     mbarrier_init(&s.queried, 1);
     for (int i = 0; i < kLists; ++i) mbarrier_init(&s.listed[i], kListers), mbarrier_init(&s.unlisted[i], kThreads);
     fence_mbarrier_init();
+    prefetch_tensor_map(&query);
   }
-  if (threadIdx.x < kHeads) s.sink[threadIdx.x] = threadIdx.x < a.heads ? a.sink[threadIdx.x] * kLog2e : 0.0f;
+  start_dependents();
+  wait_for_producer();
   __syncthreads();
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp < kGatherWarps) {

@@ -27,7 +27,7 @@ int launch(const Arguments& a, const di_tensor& q, cudaStream_t stream, di_error
   if (!query_map(&query, q)) return refuse(e, DI_FAILED, "the driver makes no map of the queries");
   constexpr auto kernel = attend_rows<Bf16, fp4, drafts>;
   if (allow_shared<kernel>(sizeof(Shared)) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %zu bytes", sizeof(Shared));
-  kernel<<<min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream>>>(a, query);
+  launch_early(kernel, min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream, a, query);
   return finish(e, name);
 }
 
