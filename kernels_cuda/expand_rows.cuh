@@ -22,54 +22,48 @@ __device__ __forceinline__ float scale_value(uint32_t code) {
   return code == 255 ? __int_as_float(0x7FFFFFFF) : code == 0 ? __int_as_float(0x00400000) : __int_as_float(code << 23);
 }
 
-// 16 codes of a row and their scale.
-struct Piece {
-  uint4 codes;
-  uint32_t scale;
+constexpr int kExpandFlying = 5, kExpandPart = 256 * kExpandFlying;  // codes of a row that a warp takes at once
 
-  __device__ __forceinline__ void store(__nv_bfloat16* to) const {
-    const float factor = scale_value(scale);
-    const uint2 a = expand4(codes.x, factor), b = expand4(codes.y, factor);
-    const uint2 c = expand4(codes.z, factor), d = expand4(codes.w, factor);
-    uint4* out = reinterpret_cast<uint4*>(to);
-    out[0] = make_uint4(a.x, a.y, b.x, b.y);
-    out[1] = make_uint4(c.x, c.y, d.x, d.y);
-  }
+struct ExpandLaunch {
+  int blocks, threads;
 };
 
-constexpr int kExpandThreads = 128;
-
-// Blocks for `pieces` of 16 codes. One a multiprocessor as long as that is a few pieces a thread: with 32 registers a thread such
-// a block leaves room for a block of the kernel that reads the rows.
-inline int expand_blocks(int64_t pieces, int multiprocessors) {
-  const int64_t all = ceil_div(pieces, kExpandThreads);
-  if (all <= 12 * multiprocessors) return static_cast<int>(all < multiprocessors ? all : multiprocessors);
-  return static_cast<int>(ceil_div(all, 2));
+// How `rows` are expanded. By one small block a multiprocessor as long as that is a few parts a warp: with 32 registers a thread
+// it leaves room for a block of the kernel that reads the rows. More, by all threads there are, before that kernel's blocks begin;
+// very many, by small blocks again, each of which is soon done.
+inline ExpandLaunch expand_launch(int64_t rows, int columns, int multiprocessors) {
+  constexpr int kSmall = 128, kLarge = 1024;
+  const int64_t parts = rows * ceil_div(columns, kExpandPart), small = ceil_div(parts, kSmall / 32), large = ceil_div(parts, kLarge / 32);
+  if (small <= 3 * multiprocessors) return {static_cast<int>(small < multiprocessors ? small : multiprocessors), kSmall};
+  if (large <= 8 * multiprocessors) return {static_cast<int>(large < 2 * multiprocessors ? large : 2 * multiprocessors), kLarge};
+  return {static_cast<int>(ceil_div(small, 2)), kSmall};
 }
 
 // Starts early; so may the kernel that reads the rows, which waits for them.
-// to: [rows, pitch]; columns: a multiple of 32; rows * columns / 16 is at most 2^30.
-__global__ void __launch_bounds__(kExpandThreads, 16)
+// to: [rows, pitch]; columns: a multiple of 32; rows * columns / 1280, rounded up in each row, is at most 2^30.
+__global__ void __launch_bounds__(1024, 2)
     expand_rows_fp8(const uint8_t* codes, int64_t codes_pitch, const uint8_t* scales, int64_t scales_pitch, __nv_bfloat16* to,
                     int64_t pitch, int rows, int columns) {
   wait_for_producer();
   start_dependents();  // after the wait, so that they may read what earlier kernels wrote
-  const uint32_t pieces = columns / 16, all = rows * pieces, stride = gridDim.x * kExpandThreads;
-  const auto load = [&](uint32_t index) {
-    const uint32_t row = index / pieces, piece = index % pieces;
-    const uint4 code = *reinterpret_cast<const uint4*>(codes + row * codes_pitch + piece * 16);
-    return Piece{code, scales[row * scales_pitch + piece / 2]};
-  };
-  const auto place = [&](uint32_t index) { return to + index / pieces * pitch + index % pieces * 16; };
-  constexpr int kFlying = 3;
-  for (uint32_t index = blockIdx.x * kExpandThreads + threadIdx.x; index < all; index += kFlying * stride) {
-    Piece flying[kFlying];
+  const uint32_t parts = (columns + kExpandPart - 1) / kExpandPart, warps = gridDim.x * blockDim.x / 32, all = rows * parts;
+  for (uint32_t index = (blockIdx.x * blockDim.x + threadIdx.x) / 32; index < all; index += warps) {
+    const uint32_t row = index / parts, column = index % parts * kExpandPart + threadIdx.x % 32 * 8;
+    const uint8_t* from = codes + row * codes_pitch + column;
+    const uint8_t* scale_from = scales + row * scales_pitch + column / 32;
+    __nv_bfloat16* out = to + row * pitch + column;
+    uint2 code[kExpandFlying];
+    uint32_t scale[kExpandFlying];
 #pragma unroll
-    for (int i = 0; i < kFlying; ++i)
-      if (index + i * stride < all) flying[i] = load(index + i * stride);
+    for (int i = 0; i < kExpandFlying; ++i)
+      if (column + 256 * i < columns) code[i] = *reinterpret_cast<const uint2*>(from + 256 * i), scale[i] = scale_from[8 * i];
 #pragma unroll
-    for (int i = 0; i < kFlying; ++i)
-      if (index + i * stride < all) flying[i].store(place(index + i * stride));
+    for (int i = 0; i < kExpandFlying; ++i) {
+      if (column + 256 * i >= columns) continue;
+      const float factor = scale_value(scale[i]);
+      const uint2 low = expand4(code[i].x, factor), high = expand4(code[i].y, factor);
+      *reinterpret_cast<uint4*>(out + 256 * i) = make_uint4(low.x, low.y, high.x, high.y);
+    }
   }
 }
 

@@ -11,8 +11,12 @@ enum Argument { kX, kXScale, kValues, kScales, kOffsets, kOut, kOutScale, kArgum
 using Tiny = GroupedForm<32, 16, 4, 3, 2, 1, false, 3>;
 using Small = GroupedForm<32, 32, 4, 3, 3, 1, false>;
 using Middle = GroupedForm<64, 64, 5, 3, 2, 2, false>;
-using Few = GroupedForm<64, 64, 6, 4, 1, 4, true>;
 using Large = GroupedForm<128, 128, 4, 4, 1, 1, false>;
+// Where a block has ten granules of each 16 or 32 tokens, one step of five warpgroups; where it has four, of four.
+using TinyTen = GroupedForm<32, 16, 4, 5, 1, 1, false, 2>;
+using SmallTen = GroupedForm<32, 32, 4, 5, 2, 1, false>;
+using SmallFour = GroupedForm<32, 32, 8, 4, 1, 4, true>;
+using MiddleFour = GroupedForm<64, 64, 6, 4, 1, 4, true>;
 
 template <typename Form, typename Out>
 int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expansion, cudaStream_t stream, di_error* e) {
@@ -29,13 +33,12 @@ int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expans
 template <typename Out>
 int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t average, bool after_expansion, cudaStream_t stream,
                 di_error* e) {
-  if (average <= 16) return launch<Tiny, Out>(maps, shape, after_expansion, stream, e);
-  if (average <= 32) return launch<Small, Out>(maps, shape, after_expansion, stream, e);
-  // So few granules that a block has one step of them: there more warpgroups of one each are faster.
-  const bool few = shape.experts * shape.granules <= Few::kGranules * multiprocessors();
-  if (average <= 64 && few) return launch<Few, Out>(maps, shape, after_expansion, stream, e);
-  if (average <= 64) return launch<Middle, Out>(maps, shape, after_expansion, stream, e);
-  return launch<Large, Out>(maps, shape, after_expansion, stream, e);
+  const auto with = [&](auto form) { return launch<decltype(form), Out>(maps, shape, after_expansion, stream, e); };
+  const int64_t share = ceil_div(static_cast<int64_t>(shape.experts) * shape.granules, multiprocessors());  // granules of a block
+  if (average <= 16) return share == 10 ? with(TinyTen{}) : with(Tiny{});
+  if (average <= 32) return share == 10 ? with(SmallTen{}) : share <= 4 ? with(SmallFour{}) : with(Small{});
+  if (average <= 64) return share <= 4 ? with(MiddleFour{}) : with(Middle{});
+  return with(Large{});
 }
 
 int launch_rows(const void* x, int64_t pitch_bytes, int depth, int64_t average, bool floats, bool after_expansion,
@@ -65,8 +68,8 @@ int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* w
     return refuse(e, DI_FAILED, "a workspace of %zu bytes holds no row of %lld", ws_bytes, static_cast<long long>(row_bytes));
   for (int first = 0; first < rows; first = shape.last_row) {
     const int count = static_cast<int>(rows - first < most ? rows - first : most);
-    const int64_t pieces = static_cast<int64_t>(count) * (depth / 16);
-    launch_early(expand_rows_fp8, expand_blocks(pieces, multiprocessors()), kExpandThreads, 0, stream,
+    const ExpandLaunch expand = expand_launch(count, depth, multiprocessors());
+    launch_early(expand_rows_fp8, expand.blocks, expand.threads, 0, stream,
                  data<uint8_t>(x) + first * x.stride[0], x.stride[0], data<uint8_t>(scales) + first * scales.stride[0],
                  scales.stride[0], static_cast<__nv_bfloat16*>(ws), static_cast<int64_t>(depth), count, depth);
     shape.first_row = first, shape.last_row = first + count;

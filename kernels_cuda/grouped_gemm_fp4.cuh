@@ -291,7 +291,10 @@ __global__ void __maxnreg__(Form::kEntryRegisters)
   Ring<Form> ring{kept(shared_address(room))};
   if (threadIdx.x == 0) {
     uint64_t* const barriers = reinterpret_cast<uint64_t*>(room + Form::kFull);
-    for (int i = 0; i < Form::kStages; ++i) mbarrier_init(barriers + i, 2), mbarrier_init(barriers + Form::kStages + i, Form::kWarps);
+    for (int i = 0; i < Form::kStages; ++i) {
+      mbarrier_init(barriers + i, 2);
+      mbarrier_init(barriers + Form::kStages + i, Form::kWarps);
+    }
     fence_mbarrier_init();
     start_dependents();
   }

@@ -46,8 +46,9 @@ struct GroupedShape {
   int first_row, last_row;
 };
 
-// Cost of a granule by the tile's width: bytes of weights up to 32 tokens, then more and more arithmetic.
-__host__ __device__ constexpr int granule_cost(int width) { return width <= 2 ? 4 : width == 3 ? 6 : 10; }
+// Cost of a granule by the tile's width: mostly bytes of weights up to 32 tokens, then more and more arithmetic.
+__host__ __device__ constexpr int granule_cost(int width) { return width <= 1 ? 7 : width == 2 ? 8 : width == 3 ? 12 : 20; }
+__host__ __device__ constexpr int full_cost(int most) { return granule_cost(most <= 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4); }
 
 __device__ __forceinline__ int tile_width(int tokens) {
   return tokens <= 8 ? 0 : tokens <= 16 ? 1 : tokens <= 32 ? 2 : tokens <= 64 ? 3 : 4;
@@ -108,7 +109,7 @@ __device__ __forceinline__ int last_at_most(const int* values, int count, int wa
 // Fills the plan for tiles of at most `most` tokens; every thread of the block calls it, and it ends with a barrier.
 template <int most>
 __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
-  constexpr int kFullCost = granule_cost(most <= 32 ? 2 : most == 64 ? 3 : 4);
+  constexpr int kFullCost = full_cost(most);
   for (int e = threadIdx.x; e <= shape.experts; e += blockDim.x)
     plan.rows[e] = min(max(shape.offsets[e], shape.first_row), shape.last_row);
   // Tiles that are bound by arithmetic share weights; tokens that do not all stay in L2 are to be read by many blocks at once.
@@ -134,12 +135,11 @@ __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
   __syncthreads();
 }
 
-// The steps of this block, one after the other, of at most `most` tokens and `groups` granules (`narrow_groups` where there are at
-// most `narrow` tokens), a multiple of `together` where there are as many.
+// The steps of this block, one after the other, of at most `most` tokens and `groups` granules (`narrow_groups` where there are
+// at most `narrow` tokens), a multiple of `together` where there are as many.
 template <int most, int groups, int together, int narrow, int narrow_groups>
 struct GroupedWalk {
-  static constexpr int kMostWidth = most <= 8 ? 0 : most == 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4;
-  static constexpr int kFullCost = granule_cost(kMostWidth);
+  static constexpr int kFullCost = full_cost(most), kWaveCost = narrow_groups * full_cost(narrow);  // of a wave's block
 
   int wave = -1, at = 0, end = 0, expert = 0;
 
@@ -155,10 +155,10 @@ struct GroupedWalk {
     return true;
   }
 
-  // False when there is no wave left. All waves but the last cost what gives every block one step of full tiles.
+  // False when there is no wave left. All waves but the last cost what gives every block one full step of small tiles.
   __device__ bool start_wave(const GroupedPlan& plan, int experts) {
     if (plan.dealt) return start_dealt(plan, experts);
-    const int total = plan.cost_before[experts], full = gridDim.x * groups * kFullCost;
+    const int total = plan.cost_before[experts], full = gridDim.x * kWaveCost;
     const int waves = plan.crowded ? max(1, (total + full / 2) / full) : 1;
     if (++wave >= waves) return false;
     const int length = wave + 1 < waves ? full : total - wave * full;

@@ -74,9 +74,11 @@ def test_products_are_right_and_spare_rows_stay(rows, columns, coded, dtype, gen
     assert_right(run(call, given, weight, COUNTS, dtype), values, weight, COUNTS)
 
 
-def test_a_row_has_the_same_bits_alone_and_in_every_form(gen, call):
-    weight, rows = experts(gen, len(COUNTS), 512, 5120), sum(COUNTS)
-    codes, scales = quantise(torch.randn(70 * len(COUNTS), 5120, generator=gen, device="cuda"), "fp8_32")
+# Forms follow the rows an expert and the granules of 64 features a block: of 132, these have at most 1, 8 and 10.
+@pytest.mark.parametrize("features", [512, 7680, 10560])
+def test_a_row_has_the_same_bits_alone_and_in_every_form(features, gen, call):
+    weight, rows = experts(gen, len(COUNTS), features, 2304), sum(COUNTS)
+    codes, scales = quantise(torch.randn(70 * len(COUNTS), 2304, generator=gen, device="cuda"), "fp8_32")
     expanded = dequantise(codes, scales, "fp8_32").bfloat16()
     forms = [
         run(call, x, weight, COUNTS)[:rows]
@@ -84,6 +86,7 @@ def test_a_row_has_the_same_bits_alone_and_in_every_form(gen, call):
         for x in ((codes[:total], scales[:total]), (expanded[:total], None))
     ]
     assert all(torch.equal(form, forms[0]) for form in forms)
+    assert_right(forms[0], expanded[:rows].float(), weight, COUNTS)
     for row in (0, 99, 100, 101, 120, 150, rows - 1):
         expert = int((offsets_of(COUNTS)[1:] <= row).sum())
         alone = run(call, (codes[row : row + 1], scales[row : row + 1]), weight, [int(e == expert) for e in range(len(COUNTS))])

@@ -3,12 +3,13 @@
     python tools/cuda/bench_grouped_gemm.py                        every shape
     python tools/cuda/bench_grouped_gemm.py --experts 16 --report reports/h200/grouped_gemm.json
 
-Gate + up is K = 5120, N = 4608, down K = 2304, N = 5120; experts have equal numbers of rows (4 to 1024), or what random or Zipf
-routing of 6 among 384 gives 8, 64 and 256 rows. Rows are fp8_32 codes. Each time is the median of replays of a graph of several
-calls, over weights that exceed the last-level cache (16 experts: two sets in turn). TB/s counts the bytes of codes and scales of
-the experts that have rows. Before a shape is timed, every kind of row it has is checked against float64 products at the card's
-tolerance. torch's own op is `torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over 4 GiB and
-a BF16 product of 8192^3. The report is stored after every point.
+Gate + up is K = 5120, N = 4608, down K = 2304, N = 5120; experts have equal numbers of rows (4 to 1024), or what random or
+Zipf routing of 6 among 384 gives 8, 64 and 256 rows. Six experts are what a rank of 64 has, of 8 to 256 rows in its steps.
+Rows are fp8_32 codes. Each time is the median of replays of a graph of several calls, over weights that exceed the last-level
+cache (up to 16 experts: some sets in turn). TB/s counts the bytes of codes and scales of the experts that have rows. Before a
+shape is timed, every kind of row it has is checked against float64 products at the card's tolerance. torch's own op is
+`torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over 4 GiB and a BF16 product of 8192^3.
+The report is stored after every point.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from report import store  # noqa: E402
 GATE_UP, DOWN, EXPERTS, TOP_K = (4608, 5120), (5120, 2304), 384, 6
 BARS = {4: 3.0, 8: 3.0, 16: 3.0, 32: 3.0, 64: 2.2}
 """TB/s asked for at a number of rows an expert, gate + up; the down shape at 0.9 of it."""
+RANK, RANK_ROWS = 6, (8, 32, 64, 256)
+"""Experts of a rank of 64, and rows an expert in its decode and verify steps; no bar is set for these."""
 
 
 def random_weight(experts: int, shape: tuple[int, int], gen: torch.Generator) -> weights.FragmentWeight:
@@ -131,10 +134,11 @@ def points(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
     call = native.library(torch.device("cuda", 0)).bind(get_card("grouped_gemm"))
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):
         for count in experts:
-            sets = [random_weight(count, shape, gen) for _ in range(2 if count <= 16 else 1)]
-            for rows in BARS:
+            sets = [random_weight(count, shape, gen) for _ in range(4 if count <= 8 else 2 if count <= 16 else 1)]
+            for rows in RANK_ROWS if count == RANK else BARS:
                 point = measured(call, sets, [rows] * count, gen, samples)
-                yield {"name": f"{name}, {rows} rows", **point, "bar": f"{BARS[rows] * share:.2f} TB/s"}
+                bar = "none" if count == RANK else f"{BARS[rows] * share:.2f} TB/s"
+                yield {"name": f"{name}, {rows} rows", **point, "bar": bar}
             if count == EXPERTS and shape == GATE_UP:
                 for kind, exponent in (("uniform", 0.0), ("Zipf", 1.0)):
                     for rows in (8, 64, 256):
@@ -142,7 +146,7 @@ def points(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
                         yield {"name": f"{kind} routing, {rows} rows", **point, "bar": "2.80 TB/s"}
             del sets
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):  # last: they heat the chip
-        for count in (some for some in experts if some <= 48):
+        for count in (some for some in experts if RANK < some <= 48):
             point = measured(call, [random_weight(count, shape, gen)], [1024] * count, gen, samples)
             own = torchs_own(count, 1024, shape, gen, samples) if count == 16 else None
             bar = f"{500 * share:.0f} TFLOP/s"
@@ -186,7 +190,7 @@ def shown(point: dict[str, Any]) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, nargs="*", default=[16, 48, 384], help="numbers of experts")
+    parser.add_argument("--experts", type=int, nargs="*", default=[RANK, 16, 48, 384], help="numbers of experts")
     parser.add_argument("--samples", type=int, default=9, help="replays of which the median is taken")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
