@@ -52,8 +52,8 @@ __device__ __forceinline__ uint32_t scaled(uint32_t pair, uint32_t factors, bool
   return *reinterpret_cast<const uint32_t*>(&value);
 }
 
-// A word of codes as the fragment of one k16 step. Shifts to the left are products, which the unit of products takes; the unit
-// of logic has the most to do.
+// A word of codes as the fragment of one k16 step. Shifts to the left are products, which the unit of products takes, as it does
+// the BF16 ones; that of the scales is a shift, so that this unit and the one of logic have equally much to do.
 __device__ __forceinline__ void expand(uint32_t (&a)[4], uint32_t word, uint32_t factors) {
   constexpr uint32_t kPlaces = 0x81C081C0;
   a[0] = scaled(word & kPlaces, factors, false);
@@ -66,7 +66,7 @@ __device__ __forceinline__ void expand(uint32_t (&a)[4], uint32_t word, uint32_t
 // Step j of the four k16 steps in 16 bytes of codes. Of the scales, two bytes are the two rows' of 32 of K; shifted by 7 they are
 // the BF16 numbers 2^(scale - 1).
 __device__ __forceinline__ void expand_step(uint32_t (&a)[4], uint4 codes, uint32_t scales, int j) {
-  const uint32_t factors = __byte_perm(scales, 0, j < 2 ? 0x4140 : 0x4342) * 128;
+  const uint32_t factors = __funnelshift_l(0u, __byte_perm(scales, 0, j < 2 ? 0x4140 : 0x4342), 7);
   expand(a, j == 0 ? codes.x : j == 1 ? codes.y : j == 2 ? codes.z : codes.w, factors);
 }
 
