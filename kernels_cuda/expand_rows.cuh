@@ -29,11 +29,12 @@ struct ExpandLaunch {
 };
 
 // How `rows` are expanded. By one small block a multiprocessor as long as that is a few parts a warp: with 32 registers a thread
-// it leaves room for a block of the kernel that reads the rows. More, by all threads there are, before that kernel's blocks begin;
-// very many, by small blocks again, each of which is soon done.
+// it leaves room for a block of the kernel that reads the rows. More, by all threads there are, before that kernel's blocks
+// begin; very many, by small blocks again, each of which is soon done.
 inline ExpandLaunch expand_launch(int64_t rows, int columns, int multiprocessors) {
   constexpr int kSmall = 128, kLarge = 1024;
-  const int64_t parts = rows * ceil_div(columns, kExpandPart), small = ceil_div(parts, kSmall / 32), large = ceil_div(parts, kLarge / 32);
+  const int64_t parts = rows * ceil_div(columns, kExpandPart);
+  const int64_t small = ceil_div(parts, kSmall / 32), large = ceil_div(parts, kLarge / 32);
   if (small <= 3 * multiprocessors) return {static_cast<int>(small < multiprocessors ? small : multiprocessors), kSmall};
   if (large <= 8 * multiprocessors) return {static_cast<int>(large < 2 * multiprocessors ? large : 2 * multiprocessors), kLarge};
   return {static_cast<int>(ceil_div(small, 2)), kSmall};

@@ -48,7 +48,9 @@ struct GroupedShape {
 
 // Cost of a granule by the tile's width: mostly bytes of weights up to 32 tokens, then more and more arithmetic.
 __host__ __device__ constexpr int granule_cost(int width) { return width <= 1 ? 7 : width == 2 ? 8 : width == 3 ? 12 : 20; }
-__host__ __device__ constexpr int full_cost(int most) { return granule_cost(most <= 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4); }
+__host__ __device__ constexpr int full_cost(int most) {
+  return granule_cost(most <= 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4);
+}
 
 __device__ __forceinline__ int tile_width(int tokens) {
   return tokens <= 8 ? 0 : tokens <= 16 ? 1 : tokens <= 32 ? 2 : tokens <= 64 ? 3 : 4;
