@@ -19,10 +19,6 @@ using Apart256 = Config<256, kApart, 4, 6>;
 using Joined128 = Config<128, kJoined, 6, 8>;
 using Joined256 = Config<256, kJoined, 4, 6>;
 
-// Up to 64 rows and one slice of K; more slices: linear_few.cuh.
-template <int T>
-using Raw = Config<T, kOne, 8, T == 16 ? 10 : T == 32 ? 8 : 5, kRaw>;
-
 using DenseInTurn64 = Config<64, kInTurn, 8, 8, kDense>;
 using DenseInTurn128 = Config<128, kInTurn, 6, 6, kDense>;
 using DenseInTurn160 = Config<160, kInTurn, 4, 4, kDense>;
@@ -74,16 +70,6 @@ template <typename C>
 bool joins(const Problem& p) {
   const int64_t tiles = p.groups * p.feature_tiles() * ceil_div(p.rows, C::T);
   return p.slices <= (C::T > 64 ? 2 : kMostSlices) && tiles <= resident_clusters<C>(p.slices);
-}
-
-// One tile of rows, which the kernel itself makes BF16.
-template <typename C>
-int launch_raw(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
-  p.row_tiles = 1;
-  const int64_t units = static_cast<int64_t>(p.groups) * p.feature_tiles(), most = multiprocessors();
-  if (allow_shared<linear_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
-  launch_early(linear_kernel<C>, grid_of(units < most ? units : most), C::kThreads, C::kShared, stream, map, row_map, p);
-  return finish(e, "linear");
 }
 
 // The kernels over the rows p has; p.expanded and p.partial have room for them.
@@ -142,22 +128,12 @@ int64_t rounds(const Problem& p, int tile_rows, int slices) {
   return ceil_div(blocks, multiprocessors()) * tile_rows * p.k / slices;
 }
 
-// Few rows; false where the kernels that expand them in their blocks do not serve them.
-template <int T>
-bool choose_raw(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e, int* status) {
-  if (p.slices > 1) return choose_few<T>(p, map, room, stream, e, status);
-  if (!p.x_aligned || p.groups > 1 || p.chunks() > kMostRawSteps) return false;  // a block keeps the scales of one group of columns
-  CUtensorMap row_map;
-  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.x, p.rows, p.k, p.x_stride, T, kChunk, CU_TENSOR_MAP_SWIZZLE_NONE)) return false;
-  return *status = launch_raw<Raw<T>>(p, map, row_map, stream, e), true;
-}
-
 // Which tiles serve these rows; the bits are the same with all.
 int choose(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
   int status = DI_OK;
-  if (p.rows <= 16 && choose_raw<16>(p, map, room, stream, e, &status)) return status;
-  if (p.rows > 16 && p.rows <= 32 && choose_raw<32>(p, map, room, stream, e, &status)) return status;
-  if (p.rows > 32 && p.rows <= 64 && choose_raw<64>(p, map, room, stream, e, &status)) return status;
+  if (p.rows <= 16 && choose_few<16>(p, map, room, stream, e, &status)) return status;
+  if (p.rows > 16 && p.rows <= 32 && choose_few<32>(p, map, room, stream, e, &status)) return status;
+  if (p.rows > 32 && p.rows <= 64 && choose_few<64>(p, map, room, stream, e, &status)) return status;
   if (p.slices > 1) {
     const auto fits = [&](int rows) { return expanded_bytes(p, rows) + partial_bytes(p, rows) <= room; };
     const bool wide = p.rows <= 256 || rounds(p, 256, p.slices) < rounds(p, 160, 1);

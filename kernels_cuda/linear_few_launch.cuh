@@ -57,7 +57,7 @@ int launch_few(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cu
   return finish(e, "linear");
 }
 
-// Up to T rows and several slices; false where these kernels do not serve them.
+// Up to T rows; false where these kernels do not serve them.
 template <int T>
 bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e, int* status) {
   const bool one_group = p.groups == 1 || p.k % kChunk == 0;  // a step of rows has the columns of one group
@@ -69,6 +69,7 @@ bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStre
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   if (!matrix_map(&row_map, bytes, p.x, p.rows, columns, p.x_stride, T, kChunk, CU_TENSOR_MAP_SWIZZLE_128B))
     return false;
+  if (p.slices == 1) return *status = launch_few<FewConfig<T, 4, kOne>>(p, map, row_map, stream, e), true;
   if (tiles <= resident_few<FewConfig<T, 2, kJoined>>(p.slices))
     return *status = launch_few<FewConfig<T, 2, kJoined>>(p, map, row_map, stream, e), true;
   if (few_bytes(p, T) > room) return false;

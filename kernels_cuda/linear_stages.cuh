@@ -17,7 +17,6 @@ enum Slices : int { kOne, kInTurn, kApart, kJoined, kNear };
 // kOperands: what becomes of the rows.
 enum Operands : int {
   kExpanded,  // codes, made BF16 by linear_rows.cuh beforehand
-  kRaw,       // codes, made BF16 by warps of the block (linear_expanders.cuh); there is one tile of rows
   kDense      // BF16 on both sides; sub-tiles of rows and of weights are one stage
 };
 
@@ -26,21 +25,16 @@ struct Config {
   static constexpr int T = T_, kRowStages = kRowStages_, kWeightStages = kWeightStages_;
   static constexpr Slices kSlices = kSlices_;
   static constexpr Operands kOperands = kOperands_;
-  static constexpr bool kDense = kOperands == di::linear::kDense, kRaw = kOperands == di::linear::kRaw;
+  static constexpr bool kDense = kOperands == di::linear::kDense;
   static constexpr bool kSplit = kSlices == kApart || kSlices == kJoined;  // a block has one tile and one slice
-  static constexpr int kExpanders = T == 64 ? 256 : 128;  // threads of a kRaw block that expand; those that copy follow them
-  static constexpr bool kUneven = !kRaw || T == 64;       // the roles get different numbers of registers
-  static constexpr int kThreads = kConsumers + (!kRaw ? 128 : kUneven ? kExpanders + 128 : kExpanders + 64);
-  static constexpr int kConsumerRegisters = kRaw ? 128 : 240, kExpanderRegisters = 80, kProducerRegisters = kRaw ? 64 : 24;
-  static constexpr int kRawStages = kRaw ? 4 : 0, kRawStage = kRaw ? T * kChunk : 0;
-  static constexpr int kScales = kRaw ? T * kScalePitch * 4 : 0;
+  static constexpr int kThreads = kConsumers + 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kGroup = T <= 64 ? 4 : 2;  // k16 steps whose fragments are made and multiplied together
   static constexpr int kRowStage = T * 128, kWeightStage = kTileFeatures * kChunk;
   // Sums on their way out, a warpgroup's 64 columns: kPart rows of BF16, twice, or 32 rows of FP32; or a whole tile in the stages.
   static constexpr int kPart = T % 64 == 0 ? 64 : T < 32 ? T : 32, kWidePart = T < 32 ? T : 32, kWidePitch = 68;
   static constexpr int kStagingHalf = kSplit ? 0 : 16384;
-  static constexpr int kStages = kRowStages * kRowStage + kWeightStages * kWeightStage + kRawStages * kRawStage;
-  static constexpr int kShared = kStages + 2 * kStagingHalf + kScales + 2 * (kRowStages + kWeightStages + kRawStages) * 8;
+  static constexpr int kStages = kRowStages * kRowStage + kWeightStages * kWeightStage;
+  static constexpr int kShared = kStages + 2 * kStagingHalf + 2 * (kRowStages + kWeightStages) * 8;
   static_assert(kRowStages % 2 == 0 && kShared <= 232448 && kWidePart * kWidePitch * 4 <= 16384);
   static_assert(!kSplit || T * kTilePitch * 4 <= kStages);
 };
@@ -51,14 +45,10 @@ struct Shared {
   __device__ uint8_t* rows(int stage) const { return base + stage * C::kRowStage; }
   __device__ uint8_t* weights(int stage) const { return base + C::kRowStages * C::kRowStage + stage * C::kWeightStage; }
   __device__ uint8_t* staging(int warpgroup) const { return base + C::kStages + warpgroup * C::kStagingHalf; }
-  __device__ uint8_t* raw(int stage) const { return base + C::kStages - (C::kRawStages - stage) * C::kRawStage; }
-  __device__ uint32_t* scales() const { return reinterpret_cast<uint32_t*>(base + C::kStages + 2 * C::kStagingHalf); }
   __device__ float* tile() const { return reinterpret_cast<float*>(base); }
-  __device__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(base + C::kStages + 2 * C::kStagingHalf + C::kScales); }
+  __device__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(base + C::kStages + 2 * C::kStagingHalf); }
   __device__ uint64_t* rows_full(int stage) const { return barriers() + stage; }
   __device__ uint64_t* rows_empty(int stage) const { return barriers() + C::kRowStages + stage; }
-  __device__ uint64_t* raw_full(int stage) const { return barriers() + 2 * (C::kRowStages + C::kWeightStages) + stage; }
-  __device__ uint64_t* raw_empty(int stage) const { return raw_full(stage) + C::kRawStages; }
   __device__ uint64_t* weights_full(int stage) const { return barriers() + 2 * C::kRowStages + stage; }
   __device__ uint64_t* weights_empty(int stage) const { return barriers() + 2 * C::kRowStages + C::kWeightStages + stage; }
 };

@@ -2,9 +2,8 @@
 //
 // The product is made transposed, so that the weights are wgmma's operand in registers: a consumer thread reads the codes of
 // its two weight rows from shared memory, folds in the block's scale and multiplies. Weights are expanded nowhere else and stay
-// in the checkpoint's layout. The activations are wgmma's operand in shared memory, as BF16. Up to 64 rows are expanded by warps
-// of the block itself (linear_expanders.cuh); more by linear_rows.cuh, to the workspace, tile by tile as wgmma reads them, and one
-// thread copies tiles.
+// in the checkpoint's layout. The activations are wgmma's operand in shared memory, as BF16: linear_rows.cuh expands them
+// to the workspace, tile by tile as wgmma reads them, and one thread copies tiles. Up to 64 rows: linear_few.cuh.
 //
 //   A step of 128 K is two sub-tiles of 64. Piece p (16 codes) of a row's 128 bytes belongs to sub-tile p % 2 and there to the
 //   lanes l with l % 4 = p / 2. Word s of a piece holds what those lanes need for the k16 step s: its even bytes and its odd
@@ -17,7 +16,6 @@
 #pragma once
 
 #include "linear_combine.cuh"
-#include "linear_expanders.cuh"
 #include "linear_stages.cuh"
 
 namespace di::linear {
@@ -76,7 +74,7 @@ struct Consumer {
         const uint32_t factor = code_factor<kWeightOffset>(__shfl_sync(0xFFFFFFFFu, eight, (chunk - first) * 4 + thread % 4));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          if (h == 0 || !C::kRaw) row_tiles = __shfl_sync(0xFFFFFFFFu, descriptor128_base(shared.rows(rows.stage)), 0);
+          row_tiles = __shfl_sync(0xFFFFFFFFu, descriptor128_base(shared.rows(rows.stage)), 0);
           const uint32_t words[2][4] = {{codes.upper.x, codes.upper.y, codes.upper.z, codes.upper.w},
                                         {codes.lower.x, codes.lower.y, codes.lower.z, codes.lower.w}};
 #pragma unroll
@@ -90,11 +88,11 @@ struct Consumer {
                 fragment[buffer][i][row + 2 * h] = scale_bf16x2(even_codes(word), factor);
                 fragment[buffer][i][row + 2 - 2 * h] = scale_bf16x2(odd_codes(word), factor);
               }
-            if (part == 0 && (h == 0 || !C::kRaw)) mbarrier_wait(shared.rows_full(rows.stage), rows.parity);
+            if (part == 0) mbarrier_wait(shared.rows_full(rows.stage), rows.parity);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kGroup; ++i) {
-              const uint64_t b = descriptor128_of(row_tiles + (C::kRaw ? h * (C::kRowStage / 16) : 0) + (kGroup * part + i) * 2);
+              const uint64_t b = descriptor128_of(row_tiles + (kGroup * part + i) * 2);
               Wgmma<C::T>::bf16_rs(sums, fragment[buffer][i], b, chunk > start || h + part + i > 0);
             }
             wgmma_commit();
@@ -112,9 +110,9 @@ struct Consumer {
               }
             }
             wgmma_wait<1>();
-            if (part == 0 && (h == 0 || !C::kRaw) && previous >= 0) release(previous);
+            if (part == 0 && previous >= 0) release(previous);
           }
-          if (h == 0 || !C::kRaw) previous = rows.stage;
+          previous = rows.stage;
           rows.next();
         }
       }
@@ -276,10 +274,6 @@ __device__ __forceinline__ void consume(const Shared<C>& shared, const Problem& 
   const int slices = kInParts ? p.slices : 1;
   const uint8_t* scales = consumer.scale_rows(w, w.first);
   uint32_t upcoming = consumer.first_scales(scales, w.start);
-  if constexpr (C::kRaw) {
-    wait_for_predecessor();
-    valid = valid_rows(p);
-  }
   for (int unit = w.first; unit < w.total; unit += w.stride) {
     float total[C::T / 2];
 #pragma unroll 1
@@ -315,12 +309,8 @@ linear_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_const
   const Shared<C> shared{memory};
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kRowStages; ++i) {
-      mbarrier_init(shared.rows_full(i), C::kRaw ? C::kExpanders / 32 : 1);
+      mbarrier_init(shared.rows_full(i), 1);
       mbarrier_init(shared.rows_empty(i), kConsumers / 32);
-    }
-    for (int i = 0; i < C::kRawStages; ++i) {
-      mbarrier_init(shared.raw_full(i), 1);
-      mbarrier_init(shared.raw_empty(i), C::kExpanders / 32);
     }
     for (int i = 0; i < C::kWeightStages; ++i) {
       mbarrier_init(shared.weights_full(i), 1);
@@ -329,22 +319,14 @@ linear_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_const
     fence_mbarrier_init();
   }
   __syncthreads();
-  if constexpr (C::kRaw) launch_dependents();
-  const int valid = C::kRaw ? p.rows : valid_rows(p);  // a kRaw block reads no count before the kernel before it has ended
+  const int valid = valid_rows(p);
   const Work w = Work::of<C>(p, valid);
   if (threadIdx.x < kConsumers) {
-    if constexpr (C::kUneven) registers_up<C::kConsumerRegisters>();
+    registers_up<C::kConsumerRegisters>();
     consume<C>(shared, p, w, valid, threadIdx.x);
-  } else if (C::kRaw && threadIdx.x < kConsumers + C::kExpanders) {
-    if constexpr (C::kRaw && C::kUneven) registers_down<C::kExpanderRegisters>();
-    if constexpr (C::kRaw) expand_in_block<C>(shared, p, w, threadIdx.x - kConsumers);
   } else {
-    if constexpr (C::kUneven) registers_down<C::kProducerRegisters>();
-    const int id = threadIdx.x - kConsumers - (C::kRaw ? C::kExpanders : 0);
-    if constexpr (C::kRaw) {
-      if (id == 0) produce_weights<C>(shared, &weight_map, p, w);
-      else if (id == 32) produce_raw<C>(shared, &row_map, p, w);
-    } else if (id == 0) {
+    registers_down<C::kProducerRegisters>();
+    if (threadIdx.x == kConsumers) {
       if constexpr (C::kDense) produce_dense<C>(shared, &weight_map, &row_map, p, w);
       else produce_codes<C>(shared, &weight_map, p, w);
     }
