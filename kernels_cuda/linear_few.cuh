@@ -35,7 +35,6 @@ __device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Pr
   } else {
     named_barrier_sync(3, C::kConsumers);  // all have read the stages, which the sums now replace
     consumer.stage(shared.tile(), C::kPitch, sums, undo);
-    if (C::kSlices == kJoined) fence_proxy_async();
     named_barrier_sync(3, C::kConsumers);
     if constexpr (C::kSlices == kJoined) store_joined<C>(shared, p, plan, w, id, valid);
     else if constexpr (C::kSlices == kNear) store_near<C>(shared, p, plan, w, id, valid);

@@ -47,10 +47,13 @@ __device__ __forceinline__ void store_whole(const FewShared<C>& shared, const Pr
 template <typename C>
 __device__ __forceinline__ void store_joined(const FewShared<C>& shared, const Problem& p, const FewPlan& plan, const FewWork& w,
                                              int id, int valid) {
-  if (id < p.slices) {
-    const int first = plan.row[id], rows = plan.row[id + 1] - first;
-    bulk_copy_cluster(shared.received() + w.slice * rows * C::kPitch, shared.tile() + first * C::kPitch, rows * C::kPitch * 4,
-                      shared.sums_full(), id);
+#pragma unroll 1
+  for (int i = 0; i < p.slices; ++i) {
+    const int to = (w.slice + i) % p.slices, row = plan.row[to], quarters = (plan.row[to + 1] - row) * (C::kPitch / 4);
+    const float4* from = reinterpret_cast<const float4*>(shared.tile() + row * C::kPitch);
+    float4* place = reinterpret_cast<float4*>(shared.received()) + w.slice * quarters;
+#pragma unroll 4
+    for (int at = id; at < quarters; at += C::kConsumers) store_cluster(place + at, from[at], shared.sums_full(), to);
   }
   const int first = plan.row[w.slice], stop = plan.row[w.slice + 1];
   mbarrier_wait_cluster(shared.sums_full(), 0);
