@@ -66,9 +66,26 @@ static int fill_plan(const std::vector<int>& counts, int granules) {
   return cost;
 }
 
+// What grouped_gemm_fp4.cuh's Walk makes of the forms of grouped_gemm.cu: most tokens of a tile, granules of a step, the number
+// that they are a multiple of where there are as many, and tokens of a small tile with the granules of its step.
+template <int most_, int groups_, int together_, int narrow_, int narrow_groups_>
+struct Form {
+  static constexpr int most = most_, groups = groups_, narrow = narrow_, narrow_groups = narrow_groups_;
+  using Walk = di::GroupedWalk<most_, groups_, together_, narrow_, narrow_groups_>;
+};
+using Tiny = Form<32, 6, 3, 16, 9>;
+using Small = Form<32, 9, 3, 32, 9>;
+using Middle = Form<64, 6, 3, 64, 6>;
+using Large = Form<128, 4, 1, 128, 4>;
+using TinyTen = Form<32, 5, 1, 16, 10>;
+using SmallTen = Form<32, 10, 5, 32, 10>;
+using SmallFour = Form<32, 4, 1, 32, 4>;
+using MiddleFour = Form<64, 4, 1, 64, 4>;
+
 // Largest cost of a block over the mean, after checking that the blocks' steps cover everything once.
-template <int most, int groups, int together = 1>
+template <typename F>
 static double check(const std::vector<int>& counts, int granules, int blocks) {
+  constexpr int most = F::most;
   gridDim.x = blocks;
   const int experts = static_cast<int>(counts.size()), total = fill_plan<most>(counts, granules);
   std::map<std::tuple<int, int, int>, int> seen;
@@ -76,13 +93,14 @@ static double check(const std::vector<int>& counts, int granules, int blocks) {
   most_steps = 0;
   for (int block = 0; block < blocks; ++block) {
     blockIdx.x = block;
-    di::GroupedWalk<most, groups, together> walk;
+    typename F::Walk walk;
     di::GroupedStep step;
     int cost = 0, steps = 0;
     while (walk.next(plan, experts, granules, step)) {
       most_steps = max(most_steps, ++steps);
       cost += step.granules * di::granule_cost(step.width);
-      if (step.granules < 1 || step.granules > groups) fail("a step of too many granules, or none");
+      const int largest = step.tokens <= F::narrow ? F::narrow_groups : F::groups;
+      if (step.granules < 1 || step.granules > largest) fail("a step of too many granules, or none");
       if (step.tokens < 1 || step.tokens > most || step.tokens > 8 << step.width) fail("a step of too many tokens, or none");
       const int* rows = plan.rows + step.expert;
       if (step.row < rows[0] || step.row + step.tokens > rows[1]) fail("rows of another expert");
@@ -105,19 +123,28 @@ int main() {
     const int granules = 1 + random() % 80, blocks = 1 + random() % 140, largest = 1 << random() % 10;
     crowd = i % 2 ? 64 : 16;
     for (int& count : counts) count = random() % 3 ? static_cast<int>(random() % (largest + 1)) : 0;
-    check<16, 5>(counts, granules, blocks), check<32, 6, 3>(counts, granules, blocks);
-    check<64, 4>(counts, granules, blocks), check<128, 4>(counts, granules, blocks);
+    check<Tiny>(counts, granules, blocks), check<Small>(counts, granules, blocks), check<Middle>(counts, granules, blocks);
+    check<Large>(counts, granules, blocks), check<TinyTen>(counts, granules, blocks), check<SmallTen>(counts, granules, blocks);
+    check<SmallFour>(counts, granules, blocks), check<MiddleFour>(counts, granules, blocks);
   }
   crowd = 64;
   for (int experts : {16, 48, 384})
     for (int granules : {72, 80}) {
-      if (check<16, 5>(std::vector<int>(experts, 16), granules, 132) > 1.04) fail("uneven shares at 16 rows an expert");
-      if (check<64, 4>(std::vector<int>(experts, 64), granules, 132) > 1.04) fail("uneven shares at 64 rows an expert");
-      if (check<128, 4>(std::vector<int>(experts, 1024), granules, 132) > 1.04) fail("uneven shares at 1024 rows an expert");
+      const auto share = [&](auto form, int rows) {
+        return check<decltype(form)>(std::vector<int>(experts, rows), granules, 132);
+      };
+      if (share(Tiny{}, 16) > 1.04) fail("uneven shares at 16 rows an expert");
+      if (share(Small{}, 32) > 1.04) fail("uneven shares at 32 rows an expert");
+      if (share(Middle{}, 64) > 1.04) fail("uneven shares at 64 rows an expert");
+      if (share(Large{}, 1024) > 1.04) fail("uneven shares at 1024 rows an expert");
     }
-  for (int granules : {72, 80}) {
-    check<32, 6, 3>(std::vector<int>(16, 16), granules, 132);
-    if (!plan.dealt || most_steps > 2) fail("more than two steps a block for 16 experts");
-  }
+  const auto steps = [](auto form, int experts, int rows, int granules) {
+    check<decltype(form)>(std::vector<int>(experts, rows), granules, 132);
+    return plan.dealt ? most_steps : 0;
+  };
+  const bool one_step_of_72 = steps(Tiny{}, 16, 16, 72) == 1 && steps(Small{}, 16, 32, 72) == 1;
+  const bool one_step_of_80 = steps(TinyTen{}, 16, 16, 80) == 1 && steps(SmallTen{}, 16, 32, 80) == 1;
+  if (!one_step_of_72 || !one_step_of_80) fail("16 experts take more than a step a block");
+  if (steps(SmallFour{}, 6, 32, 72) != 1 || steps(MiddleFour{}, 6, 64, 80) != 1) fail("six experts take more than a step a block");
   printf("covered\n");
 }
