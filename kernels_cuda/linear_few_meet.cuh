@@ -74,7 +74,8 @@ __device__ __forceinline__ uint64_t heard(const uint64_t* flag) {
   return value;
 }
 
-// Blocks that are no cluster, through global memory. All blocks of a tile run at once: they follow one another and all blocks of
+// Blocks that are no cluster, through global memory. The blocks of a tile wait for each other: they follow one another, and
+// GPUs begin blocks in order, so a call has at most one tile of which some blocks run and others do not yet; and all blocks of
 // the kernel fit the device. A flag is the call's nonce once the rows are there; the block that waited for it takes it away, so
 // that a replay of the call begins without. Whatever else was in the workspace is no call's nonce.
 template <typename C>

@@ -60,6 +60,12 @@ __global__ void __launch_bounds__(kThreads) unpermute_kernel(const Unpermute u) 
                                            rounded_pair(sum[4], sum[5]), rounded_pair(sum[6], sum[7])};
 }
 
+// Whether the rows of a tensor follow one another, and lie where 16 bytes are read at once.
+bool packed(const di_tensor& t, bool wide) {
+  const bool follows = !present(t) || t.shape[0] <= 1 || t.stride[0] == t.shape[1];
+  return follows && (!wide || !present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
+}
+
 }  // namespace
 }  // namespace di
 
@@ -76,6 +82,8 @@ DI_EXPORT int di_unpermute(const di_tensor* t, int n, const di_params* p, void* 
     return refuse(e, DI_UNSUPPORTED, "unpermute: up to %d choices and multiples of %d columns, got %d and %d", kMostChoices, kEach, u.k,
                   u.hidden);
   if (u.tokens == 0) return DI_OK;
+  for (int i : {0, 1, 2, 4})
+    if (!packed(t[i], i != 1)) return refuse(e, DI_UNSUPPORTED, "unpermute: rows must follow one another, and begin at multiples of 16 bytes");
   const dim3 grid(u.tokens, static_cast<unsigned>(ceil_div(u.hidden, kEach * kThreads)));
   const auto kernel = u.k <= 2 ? unpermute_kernel<2> : u.k <= 4 ? unpermute_kernel<4> : u.k <= 6 ? unpermute_kernel<6> : unpermute_kernel<8>;
   launch_early(kernel, grid, kThreads, 0, static_cast<cudaStream_t>(stream), u);

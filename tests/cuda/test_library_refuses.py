@@ -1,0 +1,36 @@
+"""What the library of CUDA C++ kernels refuses before it starts anything; needs the library and no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deepinfer_cuda.native_library import LIBRARY
+from deepinfer_hal.c_abi import CLibrary
+from deepinfer_hal.card import all_cards
+from deepinfer_hal.errors import Unsupported
+
+pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the CUDA C++ kernels are not built here")
+
+
+def unpermute(rows, inverse, shared, out):
+    library = CLibrary(LIBRARY, lambda: 0)
+    library.bind(all_cards()["unpermute"])(rows, inverse, shared, None, out)
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("place", ["rows", "inverse", "shared", "out"])
+def test_unpermute_refuses_rows_with_gaps_between_them(place):
+    args = {"rows": zeros(8, 64), "inverse": zeros(4, 2, dtype=torch.int32), "shared": zeros(4, 64), "out": zeros(4, 64)}
+    wide = args[place]
+    args[place] = zeros(wide.shape[0], wide.shape[1] + 8, dtype=wide.dtype)[:, : wide.shape[1]]
+    with pytest.raises(Unsupported, match="follow one another"):
+        unpermute(**args)
+
+
+def test_unpermute_refuses_rows_that_begin_between_multiples_of_16_bytes():
+    rows = zeros(8 * 64 + 4)[4:].view(8, 64)
+    with pytest.raises(Unsupported, match="multiples of 16 bytes"):
+        unpermute(rows, zeros(4, 2, dtype=torch.int32), zeros(4, 64), zeros(4, 64))
