@@ -67,6 +67,27 @@ cudaError_t allow_shared(int bytes) {
   return status;
 }
 
+constexpr int kLargestCluster = 8;  // that every GPU of this architecture takes
+
+// How many clusters of `size` blocks of `kernel` the device holds at once, -1 where it cannot tell; asked once a device and size.
+template <auto kernel>
+int resident_clusters(int size, int threads, int shared_bytes) {
+  static int known[kMostDevices][kLargestCluster + 1] = {};
+  int& count = known[current_device() % kMostDevices][size];
+  if (count == 0) {
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(size)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+    config.attrs = &cluster, config.numAttrs = 1;
+    const bool asked = allow_shared<kernel>(shared_bytes) == cudaSuccess &&
+                       cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess;
+    if (!asked || count == 0) cudaGetLastError(), count = -1;
+  }
+  return count;
+}
+
 // Starts `kernel` in clusters of `cluster` blocks; `early`: while the kernel before it on the stream still runs; it must then call wait_for_producer() (di_ptx.cuh) before it
 // touches what that one, or any earlier one, reads or writes.
 template <typename... Parameters, typename... Arguments>

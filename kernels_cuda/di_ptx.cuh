@@ -24,13 +24,6 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives at the barrier of the same address in block `rank` of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t rank) {
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }"
-      ::"r"(shared_address(barrier)), "r"(rank) : "memory");
-}
-
 // Arrives and announces bytes that copies will bring.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
@@ -287,9 +280,6 @@ __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {
 __device__ __forceinline__ void store_shared16(uint32_t address, const uint32_t (&v)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-__device__ __forceinline__ void store_shared4(uint32_t address, uint32_t v) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
 
 // The reverse: register m of lane l holds columns 2 (l % 4) and + 1 of row l / 4 of matrix m.
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&v)[4]) {
@@ -299,12 +289,5 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
 
 // Asks for the line of an address, which must be one that may be read.
 __device__ __forceinline__ void prefetch_line(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
-
-// 16 bytes that are read once: not kept in L1, first to leave L2.
-__device__ __forceinline__ uint4 load_streaming16(const void* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-  return v;
-}
 
 }  // namespace di

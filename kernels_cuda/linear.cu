@@ -45,31 +45,13 @@ int64_t partial_bytes(const Problem& p, int tile_rows) {
   return ceil_div(p.rows, tile_rows) * tile_rows * p.groups * p.feature_tiles() * p.slices * kTilePitch * 4;
 }
 
-// How many clusters of `size` blocks of a kernel the device holds at once; asked once a device, kernel and size.
-template <typename C>
-int resident_clusters(int size) {
-  static int known[kMostDevices][kMostSlices + 1] = {};
-  int& count = known[current_device() % kMostDevices][size];
-  if (count == 0) {
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid_of(size), config.blockDim = dim3(C::kThreads), config.dynamicSmemBytes = C::kShared;
-    config.attrs = &cluster, config.numAttrs = 1;
-    const bool asked = allow_shared<linear_kernel<C>>(C::kShared) == cudaSuccess &&
-                       cudaOccupancyMaxActiveClusters(&count, linear_kernel<C>, &config) == cudaSuccess;
-    if (!asked || count == 0) cudaGetLastError(), count = -1;
-  }
-  return count;
-}
-
 // Whether the slices of a tile of C::T rows meet in the shared memory of a cluster: all clusters must be resident at once, and
 // many slices of a large tile go faster through the workspace.
 template <typename C>
 bool joins(const Problem& p) {
   const int64_t tiles = p.groups * p.feature_tiles() * ceil_div(p.rows, C::T);
-  return p.slices <= (C::T > 64 ? 2 : kMostSlices) && tiles <= resident_clusters<C>(p.slices);
+  return p.slices <= (C::T > 64 ? 2 : kMostSlices) &&
+         tiles <= resident_clusters<linear_kernel<C>>(p.slices, C::kThreads, C::kShared);
 }
 
 // The kernels over the rows p has; p.expanded and p.partial have room for them.

@@ -21,25 +21,6 @@ inline uint64_t next_nonce() {
   return (calls.fetch_add(1) + 1) * 0x9E3779B97F4A7C15ull;
 }
 
-// How many clusters of `size` blocks of a kernel the device holds at once; asked once a device, kernel and size.
-template <typename C>
-int resident_few(int size) {
-  static int known[kMostDevices][kMostSlices + 1] = {};
-  int& count = known[current_device() % kMostDevices][size];
-  if (count == 0) {
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(size)), config.blockDim = dim3(C::kThreads), config.dynamicSmemBytes = C::kShared;
-    config.attrs = &cluster, config.numAttrs = 1;
-    const bool asked = allow_shared<few_kernel<C>>(C::kShared) == cudaSuccess &&
-                       cudaOccupancyMaxActiveClusters(&count, few_kernel<C>, &config) == cudaSuccess;
-    if (!asked || count == 0) cudaGetLastError(), count = -1;
-  }
-  return count;
-}
-
 template <typename C>
 int launch_few(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
   p.row_tiles = 1, p.partial = reinterpret_cast<float*>(p.expanded), p.undo = 1.0f;  // sums leave a block with all their factors
@@ -70,8 +51,9 @@ bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStre
   if (!matrix_map(&row_map, bytes, p.x, p.rows, columns, p.x_stride, T, kChunk, CU_TENSOR_MAP_SWIZZLE_128B))
     return false;
   if (p.slices == 1) return *status = launch_few<FewConfig<T, 4, kOne>>(p, map, row_map, stream, e), true;
-  if (tiles <= resident_few<FewConfig<T, 2, kJoined>>(p.slices))
-    return *status = launch_few<FewConfig<T, 2, kJoined>>(p, map, row_map, stream, e), true;
+  using Joined = FewConfig<T, 2, kJoined>;
+  if (tiles <= resident_clusters<few_kernel<Joined>>(p.slices, Joined::kThreads, Joined::kShared))
+    return *status = launch_few<Joined>(p, map, row_map, stream, e), true;
   if (few_bytes(p, T) > room) return false;
   if (p.slices <= kMostNearSlices && tiles * p.slices <= multiprocessors())
     return *status = launch_few<FewConfig<T, 2, kNear>>(p, map, row_map, stream, e), true;
