@@ -1,4 +1,4 @@
-// Expands fp8_32 rows to BF16 tiles in the order in which linear_tile.cuh multiplies them.
+// Expands fp8_32 rows, or weights, to BF16 tiles in the order in which linear_tile.cuh multiplies them.
 #pragma once
 
 #include "di_launch.cuh"
@@ -13,6 +13,17 @@ struct Piece {
   uint4 codes;
   uint32_t scale;
 };
+
+// Of weight row `row` of all groups, `feature` of its own.
+__device__ __forceinline__ Piece load_weight_piece(const Problem& p, bool inside, int group, int feature, int column) {
+  Piece piece{make_uint4(0, 0, 0, 0), 127};
+  if (!inside) return piece;
+  const int64_t row = static_cast<int64_t>(group) * p.n + feature;
+  const int64_t block = static_cast<int64_t>(group) * ((p.n + 31) / 32) + feature / 32;
+  piece.codes = __ldg(reinterpret_cast<const uint4*>(p.w + row * p.k + column));
+  piece.scale = __ldg(p.w_scale + block * p.scale_columns() + column / 32);
+  return piece;
+}
 
 // Zeros where there is no row or no column.
 __device__ __forceinline__ Piece load_piece(const Problem& p, bool inside, int64_t row, int64_t column) {
@@ -32,8 +43,9 @@ __device__ __forceinline__ Piece load_piece(const Problem& p, bool inside, int64
 }
 
 // For each k16 step of a sub-tile, one word of even and one of odd codes. `offset`: a multiple of 1024 bytes.
+template <int factor_offset>
 __device__ __forceinline__ void store_piece(uint32_t to, int offset, const Piece& piece) {
-  const uint32_t factor = code_factor<kRowOffset>(piece.scale);
+  const uint32_t factor = code_factor<factor_offset>(piece.scale);
   const uint32_t words[4] = {piece.codes.x, piece.codes.y, piece.codes.z, piece.codes.w};
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
@@ -44,17 +56,18 @@ __device__ __forceinline__ void store_piece(uint32_t to, int offset, const Piece
 
 __host__ __device__ constexpr int expanded_rows(int tile_rows) { return tile_rows % 64 == 0 ? 64 : 32; }
 
-// Block (group, row tile, k step, part) makes `expanded_rows` rows of two sub-tiles. A thread has piece t % 8 of rows
-// 8 (warp / 2) + 2 (lane / 8) + warp % 2 of every 16: the four rows of a warp are all even or all odd, so its stores meet no
-// bank twice.
-template <int T>
-__global__ void __launch_bounds__(kExpanders) expand_rows(const Problem p) {
+// Block (group, tile of T rows or features, k step, part) makes `expanded_rows` rows of two sub-tiles. A thread has piece t % 8
+// of rows 8 (warp / 2) + 2 (lane / 8) + warp % 2 of every 16: the four rows of a warp are all even or all odd, so its stores meet
+// no bank twice.
+template <int T, bool weights>
+__global__ void __launch_bounds__(kExpanders) expand_codes(const Problem p, int tiles) {
   constexpr int kRows = expanded_rows(T), kParts = T / kRows, kItems = kRows / 16;
   __shared__ __align__(1024) uint8_t tile[2 * kRows * 128];
   launch_dependents();
-  const int valid = valid_rows(p), chunks = p.chunks(), thread = threadIdx.x, part = blockIdx.x % kParts, step = blockIdx.x / kParts;
-  const int chunk = step % chunks, row_tile = step / chunks % p.row_tiles, group = step / chunks / p.row_tiles;
-  const int64_t first = static_cast<int64_t>(row_tile) * T + part * kRows;
+  const int valid = weights ? p.n : valid_rows(p), chunks = p.chunks(), thread = threadIdx.x;
+  const int part = blockIdx.x % kParts, step = blockIdx.x / kParts;
+  const int chunk = step % chunks, tile_of_group = step / chunks % tiles, group = step / chunks / tiles;
+  const int64_t first = static_cast<int64_t>(tile_of_group) * T + part * kRows;
   if (first >= valid) return;
   const int piece = thread % 8, row = thread / 64 * 8 + thread % 32 / 8 * 2 + thread / 32 % 2, sub_tile = piece % 2;
   const int in_group = chunk * kChunk + piece * 16, left = in_group < p.k ? valid - static_cast<int>(first) - row : 0;
@@ -62,9 +75,11 @@ __global__ void __launch_bounds__(kExpanders) expand_rows(const Problem p) {
   const uint32_t to = shared_address(tile) + sub_tile * (kRows * 128) + row * 128 + ((sub_tile ^ row % 8) << 4) + piece / 2 * 4;
   Piece pieces[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) pieces[i] = load_piece(p, i * 16 < left, first + row + i * 16, column);
+  for (int i = 0; i < kItems; ++i)
+    pieces[i] = weights ? load_weight_piece(p, i * 16 < left, group, static_cast<int>(first) + row + i * 16, in_group)
+                        : load_piece(p, i * 16 < left, first + row + i * 16, column);
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) store_piece(to, i * 2048, pieces[i]);
+  for (int i = 0; i < kItems; ++i) store_piece<weights ? kWeightOffset : kRowOffset>(to, i * 2048, pieces[i]);
   fence_proxy_async();
   __syncthreads();
   if (thread < 2) {
@@ -72,5 +87,6 @@ __global__ void __launch_bounds__(kExpanders) expand_rows(const Problem p) {
     bulk_store(stage, tile + thread * (kRows * 128), kRows * 128);
   }
 }
+
 
 }  // namespace di::linear

@@ -34,11 +34,11 @@ ROWS = (700, 256, 128, 100, 64, 33, 20, 8, 1)
 class Problem:
     """A weight [groups, n, k] (groups 0: [n, k]) and rows for it, fp8_32 codes or BF16."""
 
-    def __init__(self, groups: int, n: int, k: int, coded: bool, seed: int = 3) -> None:
+    def __init__(self, groups: int, n: int, k: int, coded: bool, seed: int = 3, most: int = max(ROWS)) -> None:
         gen = torch.Generator("cuda").manual_seed(seed)
         matrices, lead = max(groups, 1), (groups,) if groups else ()
         drawn = torch.randn(matrices, n, k, generator=gen, device="cuda") * k**-0.5
-        rows = torch.randn(max(ROWS), matrices * k, generator=gen, device="cuda")
+        rows = torch.randn(most, matrices * k, generator=gen, device="cuda")
         if coded:
             made = [quantise_weight_fp8(one) for one in drawn]
             values, scales = (torch.stack([pair[i] for pair in made]) for i in (0, 1))
@@ -79,6 +79,34 @@ def test_products_are_right_and_a_row_has_the_same_bits_in_every_call(groups, n,
         rows = torch.randperm(max(ROWS), generator=torch.Generator().manual_seed(count))[:count].cuda()
         assert torch.equal(problem.run(rows), whole[rows]), f"{count} rows"
         assert torch.equal(problem.run(rows, torch.bfloat16), whole[rows].bfloat16()), f"{count} rows in bf16"
+
+
+@pytest.mark.parametrize(
+    ("groups", "n", "k", "rows"),
+    [
+        pytest.param(0, 1280, 512, 2048, id="slices in turn"),
+        pytest.param(0, 1280, 128, 2048, id="one slice"),
+        pytest.param(2, 256, 128, 4288, id="groups, wide tiles"),
+        pytest.param(0, 300, 128, 2048, id="N fills no tile"),
+        pytest.param(8, 1024, 4096, 4096, id="weights of groups in parts"),
+    ],
+)
+def test_more_rows_than_features_give_the_bits_of_few_rows(groups, n, k, rows):
+    """Then weights are expanded beforehand, and not rows."""
+    problem = Problem(groups, n, k, True, most=rows)
+    everyone = torch.arange(rows, device="cuda")
+    pieces = torch.cat([problem.run(some) for some in everyone.split(200)])
+    assert torch.equal(problem.run(everyone), pieces)
+    assert torch.equal(problem.run(everyone, torch.bfloat16), pieces.bfloat16())
+    assert torch.equal(problem.run(everyone, extra=7), pieces), "addresses that the copy engine cannot read"
+    counted = problem.run(everyone, count=rows - 100)
+    assert torch.equal(counted[:-100], pieces[:-100]) and bool(counted[-100:].isnan().all())
+    if n % 32 == 0:
+        codes = torch.empty(rows, problem.columns, dtype=torch.uint8, device="cuda")
+        scales = torch.empty(rows, problem.columns // 32, dtype=torch.uint8, device="cuda")
+        problem.call(problem.x, problem.x_scale, problem.weight, None, codes, scales)
+        wanted = quantise(pieces, "fp8_32")
+        assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1])
 
 
 @pytest.mark.parametrize("coded", [True, False])
