@@ -95,6 +95,7 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
     if (C::kSlices == kJoined) cluster_wait();
   }
   if (C::kSlices == kJoined) {
+    __syncwarp();  // lanes waited and stored by themselves
     cluster_arrive_relaxed();  // no block ends while its sums are being sent
     cluster_wait();
   }

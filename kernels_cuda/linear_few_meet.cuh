@@ -102,6 +102,7 @@ __device__ __forceinline__ void store_near(const FewShared<C>& shared, const Pro
     while (!__all_sync(0xFFFFFFFFu, !other || heard(flag) == plan.nonce)) {
     }
     if (other) *flag = 0;
+    __syncwarp();
   }
   named_barrier_sync(3, C::kConsumers);
   add_slices<C, kMostNearSlices>(p, w, id, slices, first, stop, valid, [&](float4 (&to)[2], int slice, int row, int column) {

@@ -10,6 +10,7 @@ __global__ void __launch_bounds__(kThreads) flags_kernel(const Rows rows, uint8_
   __shared__ int seen;  // 1: a finite logit, 2: NaN or +inf
   const Cluster cluster = cooperative_groups::this_cluster();
   if (threadIdx.x == 0) seen = 0;
+  __syncwarp();
   start_dependents();
   wait_for_producer();
   const int64_t row = blockIdx.x / rows.blocks;
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(kThreads) flags_kernel(const Rows rows, uint8_
   const int mine = (__any_sync(kAll, watch.top > -INFINITY) ? 1 : 0) | (__any_sync(kAll, watch.broken) ? 2 : 0);
   cluster_wait();  // the first block's word is set
   if (r.lane == 0 && mine != 0) atomicOr(cluster.map_shared_rank(&seen, 0), mine);
+  __syncwarp();
   cluster_sync();
   if (r.rank == 0 && threadIdx.x == 0) flags[row] = seen == 1 ? 0 : 1;
 }

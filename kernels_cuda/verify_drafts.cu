@@ -194,6 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) settle_kernel(const __grid_consta
     token = max(token, 0);
   }
   if (rank == 0) store(c, request, count, token, threadIdx.x, kThreads);
+  __syncwarp();
   if (count < end) cluster_sync();  // others read this block's numbers
 }
 
