@@ -48,11 +48,11 @@ inline int current_device() {
 
 constexpr int kMostDevices = 64;
 
-// Multiprocessors of the current device; asked once a device.
+// Multiprocessors of the current device; asked once a device. 1 where it cannot tell: the launch will then say why.
 inline int multiprocessors() {
   static int known[kMostDevices] = {};
   int& count = known[current_device() % kMostDevices];
-  if (count == 0) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device());
+  if (count == 0 && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device()) != cudaSuccess) return 1;
   return count;
 }
 
@@ -69,23 +69,26 @@ cudaError_t allow_shared(int bytes) {
 
 constexpr int kLargestCluster = 8;  // that every GPU of this architecture takes
 
-// How many clusters of `size` blocks of `kernel` the device holds at once, -1 where it cannot tell; asked once a device and size.
+// How many clusters of `size` blocks of `kernel` the device holds at once, 0 where it cannot tell; an answer is asked for once a
+// device and size.
 template <auto kernel>
 int resident_clusters(int size, int threads, int shared_bytes) {
-  static int known[kMostDevices][kLargestCluster + 1] = {};
-  int& count = known[current_device() % kMostDevices][size];
-  if (count == 0) {
+  static int known[kMostDevices][kLargestCluster + 1] = {};  // the answer + 1
+  int& answer = known[current_device() % kMostDevices][size];
+  if (answer == 0) {
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(size)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
     config.attrs = &cluster, config.numAttrs = 1;
-    const bool asked = allow_shared<kernel>(shared_bytes) == cudaSuccess &&
-                       cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess;
-    if (!asked || count == 0) cudaGetLastError(), count = -1;
+    int count = 0;
+    const bool told = allow_shared<kernel>(shared_bytes) == cudaSuccess &&
+                      cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess;
+    if (!told) return cudaGetLastError(), 0;
+    answer = count + 1;
   }
-  return count;
+  return answer - 1;
 }
 
 // Starts `kernel` in clusters of `cluster` blocks; `early`: while the kernel before it on the stream still runs; it must then call wait_for_producer() (di_ptx.cuh) before it

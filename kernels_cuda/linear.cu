@@ -2,6 +2,7 @@
 // says how). The workspace holds activation codes as BF16, 2 K bytes a row where there are more than 64, or the weights' instead
 // where that is less to make, and the sums of slices of K; what does not fit goes in parts.
 #include "di_launch.cuh"
+#include "linear_call.cuh"
 #include "linear_combine.cuh"
 #include "linear_few_launch.cuh"
 #include "linear_rows.cuh"
@@ -222,7 +223,7 @@ int choose(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t 
 template <typename C>
 int start_dense(Problem p, const di_tensor& x, const CUtensorMap& map, cudaStream_t stream, di_error* e) {
   CUtensorMap row_map;
-  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x.data, p.rows, static_cast<int64_t>(p.groups) * p.k, x.stride[0] * 2, C::T,
+  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x.data, p.rows, static_cast<int64_t>(p.groups) * p.k, row_stride(x) * 2, C::T,
                   kDenseChunk, CU_TENSOR_MAP_SWIZZLE_128B))
     return refuse(e, DI_FAILED, "linear: the driver refuses a map of the rows [%d, %d]", p.rows, p.groups * p.k);
   p.partial = reinterpret_cast<float*>(p.expanded);
@@ -259,10 +260,11 @@ int run_dense(Problem p, const char* op, const di_tensor& x, const di_tensor& w,
   if (p.output == kFp8) return refuse(e, DI_UNSUPPORTED, "%s quantises no result of BF16 weights", op);
   const auto far = [](const void* address, int64_t pitch) { return reinterpret_cast<uintptr_t>(address) % 16 != 0 || pitch % 8 != 0; };
   p.chunk = kDenseChunk, p.undo = 1.0f, p.slices = slices_of(p, ceil_div(p.k, kDenseSum));
-  if (far(w.data, p.k) || far(x.data, x.stride[0]) || (p.groups > 1 && p.k % kDenseChunk != 0)) {
+  const bool overlap = row_stride(x) < static_cast<int64_t>(p.groups) * p.k;
+  if (p.k == 0 || overlap || far(w.data, p.k) || far(x.data, row_stride(x)) || (p.groups > 1 && p.k % kDenseChunk != 0)) {
     const dim3 grid(static_cast<unsigned>(ceil_div(static_cast<int64_t>(p.groups) * p.n, 8)), static_cast<unsigned>(p.rows));
     if (grid.y > 65535) return refuse(e, DI_UNSUPPORTED, "%s: %d rows that are not at multiples of 16 bytes", op, p.rows);
-    plain_dense<<<grid, 256, 0, stream>>>(p, data<__nv_bfloat16>(x), x.stride[0], data<__nv_bfloat16>(w));
+    plain_dense<<<grid, 256, 0, stream>>>(p, data<__nv_bfloat16>(x), row_stride(x), data<__nv_bfloat16>(w));
     return finish(e, op);
   }
   CUtensorMap map;
@@ -273,7 +275,8 @@ int run_dense(Problem p, const char* op, const di_tensor& x, const di_tensor& w,
 }
 
 int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* e) {
-  const di_tensor &x = t[0], &x_scale = t[1], &w = t[2], &w_scale = t[3], &count = t[4], &out = t[5], &out_scale = t[6];
+  const di_tensor &x = t[kX], &x_scale = t[kXScale], &w = t[kWeight], &w_scale = t[kWeightScale], &count = t[kCount], &out = t[kOut];
+  const di_tensor& out_scale = t[kOutScale];
   const bool dense = x.dtype == DI_BF16 && w.dtype == DI_BF16;
   const bool codes = x.dtype == DI_U8 && w.dtype == DI_U8 && present(x_scale) && present(w_scale);
   if ((!dense && !codes) || w.layout != DI_LAYOUT_STRIDED)
@@ -283,6 +286,7 @@ int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream
     return refuse(e, DI_UNSUPPORTED, "%s writes bf16, f32 or fp8_32, not dtype %d", op, out.dtype);
   if (out.dtype == DI_U8 && (n % 32 != 0 || !present(out_scale)))
     return refuse(e, DI_BAD_CALL, "%s needs N in multiples of 32 and out_scale for fp8_32 results, got N %d", op, n);
+  if (const int status = check_call(op, t, codes, groups, n, k, e); status != DI_OK) return status;
   const int64_t rows = x.shape[0];
   if (rows == 0 || n == 0) return DI_OK;
   if (codes && reinterpret_cast<uintptr_t>(w.data) % 16 != 0)
@@ -290,9 +294,9 @@ int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream
 
   Problem p = {};
   p.count = present(count) ? data<int32_t>(count) : nullptr;
-  p.out = out.data, p.out_stride = out.stride[0];
+  p.out = out.data, p.out_stride = row_stride(out);
   p.output = out.dtype == DI_U8 ? kFp8 : out.dtype == DI_F32 ? kF32 : kBf16;
-  if (p.output == kFp8) p.out_scale = data<uint8_t>(out_scale), p.out_scale_stride = out_scale.stride[0];
+  if (p.output == kFp8) p.out_scale = data<uint8_t>(out_scale), p.out_scale_stride = row_stride(out_scale);
   p.rows = static_cast<int>(rows), p.n = n, p.k = k, p.groups = groups;
   const int64_t size = output_bytes(p);
   p.out_aligned = reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.out_stride * size % 16 == 0 && (groups == 1 || n * size % 16 == 0);
@@ -300,8 +304,8 @@ int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream
   const int64_t room = static_cast<int64_t>(ws_bytes);
   if (dense) return run_dense(p, op, x, w, room, stream, e);
 
-  p.x = data<uint8_t>(x), p.x_stride = x.stride[0];
-  p.x_scale = data<uint8_t>(x_scale), p.x_scale_stride = x_scale.stride[0];
+  p.x = data<uint8_t>(x), p.x_stride = row_stride(x);
+  p.x_scale = data<uint8_t>(x_scale), p.x_scale_stride = row_stride(x_scale);
   p.w = data<uint8_t>(w), p.w_scale = data<uint8_t>(w_scale);
   p.chunk = kChunk, p.undo = kUndo, p.slices = slices_of(p, 1);
   p.x_aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 16 == 0;
@@ -316,13 +320,13 @@ int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream
 }  // namespace di::linear
 
 DI_EXPORT int di_linear(const di_tensor* t, int n, const di_params*, void* stream, void* ws, size_t ws_bytes, di_error* e) {
-  if (n != 7) return di::refuse(e, DI_BAD_CALL, "linear takes 7 tensors, got %d", n);
+  if (n != di::linear::kArguments) return di::refuse(e, DI_BAD_CALL, "linear takes 7 tensors, got %d", n);
   return di::linear::run("linear", t, 1, static_cast<int>(t[2].shape[0]), static_cast<int>(t[2].shape[1]),
                          static_cast<cudaStream_t>(stream), ws, ws_bytes, e);
 }
 
 DI_EXPORT int di_grouped_linear(const di_tensor* t, int n, const di_params*, void* stream, void* ws, size_t ws_bytes, di_error* e) {
-  if (n != 7) return di::refuse(e, DI_BAD_CALL, "grouped_linear takes 7 tensors, got %d", n);
+  if (n != di::linear::kArguments) return di::refuse(e, DI_BAD_CALL, "grouped_linear takes 7 tensors, got %d", n);
   return di::linear::run("grouped_linear", t, static_cast<int>(t[2].shape[0]), static_cast<int>(t[2].shape[1]),
                          static_cast<int>(t[2].shape[2]), static_cast<cudaStream_t>(stream), ws, ws_bytes, e);
 }

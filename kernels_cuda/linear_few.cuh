@@ -73,7 +73,7 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
     mbarrier_init(shared.sums_full(), 1);
     fence_mbarrier_init();
     if (C::kSlices == kJoined)
-      mbarrier_arrive_expect(shared.sums_full(), (plan.row[w.slice + 1] - plan.row[w.slice]) * p.slices * C::kPitch * 4);
+      mbarrier_arrive_expect(shared.sums_full(), (plan.row[w.slice + 1] - plan.row[w.slice]) * (p.slices - 1) * C::kPitch * 4);
   }
   __syncthreads();
   launch_dependents();

@@ -43,12 +43,12 @@ __device__ __forceinline__ void store_whole(const FewShared<C>& shared, const Pr
   });
 }
 
-// Blocks of a cluster: each sends each of the others its rows of the tile.
+// Blocks of a cluster: each sends each of the others its rows of the tile, and reads its own where they are.
 template <typename C>
 __device__ __forceinline__ void store_joined(const FewShared<C>& shared, const Problem& p, const FewPlan& plan, const FewWork& w,
                                              int id, int valid) {
 #pragma unroll 1
-  for (int i = 0; i < p.slices; ++i) {
+  for (int i = 1; i < p.slices; ++i) {
     const int to = (w.slice + i) % p.slices, row = plan.row[to], quarters = (plan.row[to + 1] - row) * (C::kPitch / 4);
     const float4* from = reinterpret_cast<const float4*>(shared.tile() + row * C::kPitch);
     float4* place = reinterpret_cast<float4*>(shared.received()) + w.slice * quarters;
@@ -58,7 +58,8 @@ __device__ __forceinline__ void store_joined(const FewShared<C>& shared, const P
   const int first = plan.row[w.slice], stop = plan.row[w.slice + 1];
   mbarrier_wait_cluster(shared.sums_full(), 0);
   add_slices<C, kMostSlices>(p, w, id, p.slices, first, stop, valid, [&](float4 (&to)[2], int slice, int row, int column) {
-    const float* from = shared.received() + (slice * (stop - first) + row - first) * C::kPitch + column;
+    const float* there = shared.received() + (slice * (stop - first) + row - first) * C::kPitch;
+    const float* from = (slice == w.slice ? shared.tile() + row * C::kPitch : there) + column;
     const float4* at = reinterpret_cast<const float4*>(from);
     to[0] = at[0], to[1] = at[1];
   });

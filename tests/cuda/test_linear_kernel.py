@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepinfer_cuda import native
-from deepinfer_hal.c_abi import CLibrary, include_dir
+from deepinfer_hal.c_abi import CLibrary, include_dir, pack_tensor, pack_weight
 from deepinfer_hal.card import all_cards
 from deepinfer_hal.errors import BadCall, Unsupported
 from deepinfer_hal.kernel import CallSpec, No, Yes
@@ -89,6 +89,43 @@ def arguments(k=64, n=64, x=torch.uint8, out=torch.bfloat16):
 def test_a_call_that_the_kernel_cannot_serve_is_refused_in_a_sentence_before_any_launch(library, changes, error, words):
     with pytest.raises(error, match=words):
         library.bind(all_cards()["linear"])(*arguments(**changes))
+
+
+WRONG = [
+    pytest.param(0, torch.zeros(2, 96, dtype=torch.uint8), BadCall, r"x \[2, 64\] and out \[2, 64\].*got \[2, 96\]", id="x"),
+    pytest.param(1, torch.zeros(2, 1, dtype=torch.uint8), BadCall, r"x_scale u8 \[2, 2\]", id="x_scale"),
+    pytest.param(1, torch.zeros(2, 2), BadCall, r"x_scale u8 \[2, 2\]", id="x_scale of float32"),
+    pytest.param(3, torch.zeros(1, dtype=torch.int64), BadCall, "count as i32", id="count"),
+    pytest.param(4, torch.zeros(2, 32, dtype=torch.bfloat16), BadCall, r"out \[2, 64\].*and \[2, 32\]", id="out"),
+    pytest.param(4, torch.zeros(3, 64, dtype=torch.bfloat16), BadCall, r"out \[2, 64\].*and \[3, 64\]", id="rows of out"),
+    pytest.param(4, torch.zeros(64, 2, dtype=torch.bfloat16).T, BadCall, "rows without gaps", id="out by columns"),
+]
+
+
+@pytest.mark.parametrize(("place", "wrong", "error", "words"), WRONG)
+def test_operands_that_do_not_fit_each_other_are_refused_before_any_launch(library, place, wrong, error, words):
+    given = list(arguments())
+    given[place] = wrong
+    with pytest.raises(error, match=words):
+        library.bind(all_cards()["linear"])(*given)
+
+
+def test_a_weight_with_gaps_is_refused(library):
+    given = list(arguments())
+    gaps = torch.zeros(64, 96, dtype=torch.uint8)[:, :64]
+    given[2] = WeightHandle("w", CanonicalWeight("fp8_block32", gaps, torch.zeros(2, 2, dtype=torch.uint8)))
+    with pytest.raises(Unsupported, match="a weight and its scales without gaps"):
+        library.bind(all_cards()["linear"])(*given)
+
+
+def test_more_rows_than_an_int_counts_are_refused(library):
+    rows = 2**31
+    x, scale, handle, _, out, _ = arguments()
+    shapes = (rows, 64), (rows, 2), (rows, 64)
+    x, scale, out = (pack_tensor(one, shape=shape) for one, shape in zip((x, scale, out), shapes, strict=True))
+    tensors = [x, scale, *pack_weight(handle), pack_tensor(None), out, pack_tensor(None)]
+    with pytest.raises(Unsupported, match=r"at most 2\^31 - 1 rows, columns and features, got 2147483648, 64 and 64"):
+        library.function("linear")(tensors, [], [])
 
 
 def test_an_empty_call_does_nothing_and_asks_no_gpu(library):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepinfer_cuda import native, native_library
 from deepinfer_hal.card import get_card, sum_tolerance
+from deepinfer_hal.errors import BadCall
 from deepinfer_hal.formats import dequantise, quantise, quantise_weight_fp8
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
@@ -27,7 +28,7 @@ SHAPES = [
     pytest.param(0, 16384, 5120, False, id="bf16, slices in turn"),
     pytest.param(4, 16, 72, False, id="bf16, groups that end within a step"),
 ]
-ROWS = (700, 256, 128, 100, 64, 33, 20, 8, 1)
+ROWS = (2080, 700, 256, 128, 100, 64, 33, 20, 8, 1)
 """Calls of different tiles; the first has all rows."""
 
 
@@ -195,3 +196,60 @@ def test_a_captured_call_gives_the_same_bits_in_every_replay_and_beside_other_ca
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(out, one) for out, one in zip(outs, wanted, strict=True))
+
+
+def moved(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """A copy that begins `elements` after an address that is a multiple of 256 bytes."""
+    room = torch.empty(tensor.numel() + elements, dtype=tensor.dtype, device="cuda")
+    return room[elements:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("count", [8, 40, 100, 300])
+def test_codes_scales_and_results_at_any_address_give_the_same_bits(count):
+    problem, rows = Problem(0, 320, 1024, True), torch.arange(count, device="cuda")
+    wanted = problem.run(rows)
+    x, scale = problem.x[rows], problem.x_scale[rows]
+    for by_x, by_scale, by_out in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (5, 3, 2)):
+        out = moved(torch.full_like(wanted, float("nan")), by_out)
+        problem.call(moved(x, by_x), moved(scale, by_scale), problem.weight, None, out, None)
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted), (by_x, by_scale, by_out)
+
+
+@pytest.mark.parametrize("coded", [True, False])
+@pytest.mark.parametrize("count", [8, 40, 100, 300])
+def test_one_row_in_memory_may_be_every_row_of_a_call(count, coded):
+    problem = Problem(0, 320, 1024, coded)
+    x, scale = problem.x[3:4].expand(count, -1), problem.x_scale[3:4].expand(count, -1) if coded else None
+    out = torch.empty(count, 320, device="cuda")
+    problem.call(x, scale, problem.weight, None, out, None)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(out, problem.run(everyone()[3:4]).expand(count, -1), rtol=0, atol=0 if coded else 1e-4)
+
+
+@pytest.mark.parametrize("coded", [True, False])
+def test_a_count_below_zero_means_no_rows_and_one_above_all_means_all(coded):
+    problem = Problem(0, 320, 1024, coded)
+    for given in (20, 50, 100, 300):
+        rows = torch.arange(given, device="cuda")
+        assert bool(problem.run(rows, count=-3).isnan().all())
+        assert torch.equal(problem.run(rows, count=2**30), problem.run(rows))
+
+
+def test_a_sum_of_no_terms_is_zero():
+    weight = WeightHandle("w", CanonicalWeight("bf16", torch.zeros(64, 0, dtype=torch.bfloat16, device="cuda")))
+    out = torch.full((5, 64), float("nan"), device="cuda")
+    x = torch.zeros(5, 0, dtype=torch.bfloat16, device="cuda")
+    native.library(torch.device("cuda", 0)).bind(get_card("linear"))(x, None, weight, None, out, None)
+    assert bool((out == 0).all())
+
+
+def test_operands_elsewhere_than_on_the_gpu_are_refused():
+    problem = Problem(0, 320, 1024, True)
+    out = torch.empty(4, 320, device="cuda")
+    with pytest.raises(BadCall, match="is on cpu; the kernels of cuda:0"):
+        problem.call(problem.x[:4].cpu(), problem.x_scale[:4], problem.weight, None, out, None)
+    stored = problem.weight.canonical()
+    away = WeightHandle("w", CanonicalWeight("fp8_block32", stored.values.cpu(), stored.scales.cpu()))
+    with pytest.raises(BadCall, match="weight 'w' .* is on cpu"):
+        problem.call(problem.x[:4], problem.x_scale[:4], away, None, out, None)

@@ -22,8 +22,8 @@ WARM_UP_RUNS = 2
 
 
 class CudaGraphs:
-    """Captures and replays steps of one device. All graphs share one memory pool, which `pool_bytes` counts for the
-    memory plan."""
+    """Captures and replays steps of one device. All graphs share one memory pool, which `pool_bytes` counts for the memory plan,
+    so one must have ended before another is replayed: they are replayed on one stream."""
 
     def __init__(self, index: int) -> None:
         self.index = index

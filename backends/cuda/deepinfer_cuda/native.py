@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from deepinfer_hal.c_abi import CLibrary
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
-from deepinfer_hal.workspaces import StreamWorkspaces
 
-from deepinfer_cuda import weights
+from deepinfer_cuda import packing, weights
+from deepinfer_cuda.dense import checked
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
 from deepinfer_cuda.serves_linear import serves_linear
 from deepinfer_cuda.small_ops import serves_quantise, serves_site, serves_swiglu, serves_top_logprobs, serves_unpermute
+from deepinfer_cuda.workspaces import Workspaces
 
 WORKSPACE_BYTES = 256 << 20
 PRIORITY = 100
@@ -23,8 +28,8 @@ PRIORITY = 100
 def library(device: torch.device) -> CLibrary:
     """The library bound to a device: calls go to the stream that is current there."""
     return CLibrary(
-        LIBRARY, stream=lambda: torch.cuda.current_stream(device).cuda_stream, pack_weight=weights.pack_weight,
-        workspace=StreamWorkspaces(device, WORKSPACE_BYTES),
+        LIBRARY, stream=lambda: torch.cuda.current_stream(device).cuda_stream, pack=packing.tensors_of(device),
+        pack_weight=packing.weights_of(device), workspace=Workspaces(device, WORKSPACE_BYTES),
     )  # fmt: skip
 
 
@@ -33,7 +38,29 @@ def kernels(capability: tuple[int, int], device: torch.device) -> list[Kernel]:
     if capability != CAPABILITY or not LIBRARY.is_file():
         return []
     made = library(device).kernels("cuda", invariant="yes", capturable=True, priority=PRIORITY, supports=supports)
-    return [kernel for kernel in made if kernel.op in _SUPPORTS]
+    calling = _calling(device)
+    return [
+        dataclasses.replace(kernel, fn=_one_by_one(calling, checked(kernel.op, kernel.fn)))
+        for kernel in made
+        if kernel.op in _SUPPORTS
+    ]
+
+
+@functools.cache
+def _calling(device: torch.device) -> threading.Lock:
+    """One for all who have the device's kernels."""
+    return threading.Lock()
+
+
+def _one_by_one(calling: threading.Lock, fn: Callable[..., None]) -> Callable[..., None]:
+    """A call starts several kernels, which leave things in the stream's workspace for one another; those of two threads that call
+    on one stream must not come between each other."""
+
+    def call(*args: Any) -> None:
+        with calling:
+            fn(*args)
+
+    return call
 
 
 def supports(call: CallSpec) -> Yes | No:

@@ -134,6 +134,11 @@ class FragmentWeight(WeightHandle):
         return pack_tensor(self.packed_bytes, shape=self.shape, layout=LAYOUT_WGMMA_FP4), pack_tensor(None)
 
 
+def stored_values(weight: WeightHandle) -> torch.Tensor:
+    """The tensor that holds a handle's values as they are stored."""
+    return weight.packed_bytes if isinstance(weight, FragmentWeight) else weight.canonical().values
+
+
 def pack_weight(weight: WeightHandle) -> tuple[bytes, bytes]:
     """Values and scales of any handle of this backend behind the C ABI."""
     return weight.packed() if isinstance(weight, FragmentWeight) else pack_canonical(weight)

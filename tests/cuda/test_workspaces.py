@@ -1,0 +1,120 @@
+"""Which workspace a call gets: one for its stream, and one for each capture, since a graph may run on any stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from deepinfer_cuda import native
+from deepinfer_cuda.packing import tensors_of, weights_of
+from deepinfer_cuda.workspaces import Workspaces
+from deepinfer_hal.errors import BackendError, BadCall
+from deepinfer_hal.weights import CanonicalWeight, WeightHandle
+
+CPU = torch.device("cpu")
+
+
+class Captures(dict):
+    """By stream: the number of the capture it is in."""
+
+    def __call__(self, stream: int) -> int:
+        return self.get(stream, 0)
+
+
+@pytest.fixture
+def captures():
+    return Captures()
+
+
+@pytest.fixture
+def rooms(captures):
+    return Workspaces(CPU, 4096, captures)
+
+
+def test_a_stream_keeps_its_workspace_and_shares_it_with_no_other(rooms):
+    first, second = rooms(8), rooms(16)
+    assert first[1] == second[1] == 4096 and first[0] != second[0]
+    assert rooms(8) == first and rooms(16) == second and rooms(None) not in (first, second)
+
+
+def test_a_capture_has_a_workspace_of_its_own_for_all_of_its_calls(rooms, captures):
+    eager = rooms(8)
+    captures[8] = 3
+    captured = rooms(8)
+    assert captured != eager and rooms(8) == captured
+    captures[8] = 0
+    assert rooms(8) == eager
+
+
+def test_streams_that_are_captured_together_share_no_workspace(rooms, captures):
+    captures.update({8: 3, 16: 3})
+    assert rooms(8) != rooms(16)
+
+
+def test_two_captures_of_one_stream_share_no_workspace_that_a_graph_still_has(captures, monkeypatch):
+    """The graph's pool keeps the memory; here a list does."""
+    pool, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **known: pool.append(empty(*size, **known)) or pool[-1])
+    rooms = Workspaces(CPU, 4096, captures)
+    captures[8] = 3
+    first = rooms(8)
+    captures[8] = 4
+    assert rooms(8) != first and len(pool) == 2
+
+
+def test_after_a_capture_its_workspace_is_left_to_the_graph(rooms, captures):
+    captures[8] = 3
+    rooms(8)
+    (kept,) = (room for _, room in rooms._captured.values())
+    captures[8] = 0
+    rooms(8)
+    assert not rooms._captured and kept.numel() == 4096
+
+
+def test_no_memory_for_a_workspace_is_said_with_its_size(captures, monkeypatch):
+    def refuse(*size, **known):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.\nGPU 0 has ...")
+
+    rooms = Workspaces(CPU, 256 << 20, captures)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(BackendError, match="no 256 MiB left for the kernels' workspace on stream 0x8.*CUDA out of memory"):
+        rooms(8)
+    monkeypatch.undo()
+    assert rooms(8)[1] == 256 << 20  # what was refused once is asked for again
+
+
+def test_a_tensor_or_weight_of_another_device_is_refused_before_a_kernel_reads_its_address():
+    other = torch.device("meta")
+    with pytest.raises(BadCall, match=r"a tensor \[2, 3\] is on cpu; the kernels of meta"):
+        tensors_of(other)(torch.zeros(2, 3))
+    weight = WeightHandle("wq_a", CanonicalWeight("bf16", torch.zeros(4, 8, dtype=torch.bfloat16)))
+    with pytest.raises(BadCall, match=r"weight 'wq_a' \[4, 8\] is on cpu"):
+        weights_of(other)(weight)
+    assert len(tensors_of(CPU)(torch.zeros(2, 3))) == len(tensors_of(CPU)(None)) == len(weights_of(CPU)(weight)[0])
+
+
+def test_a_tensor_whose_last_dimension_has_gaps_is_refused():
+    with pytest.raises(BadCall, match=r"a tensor \[4, 3\] has strides \[1, 4\]"):
+        tensors_of(CPU)(torch.zeros(3, 4).T)
+    tensors_of(CPU)(torch.zeros(3, 4)[:, :1])
+    tensors_of(CPU)(torch.zeros(0, 4).T)
+
+
+def test_calls_of_two_threads_take_turns_whoever_asked_for_the_kernels():
+    device, inside, most = torch.device("cuda", 0), [], []
+
+    def fn(*args):
+        inside.append(args)
+        time.sleep(0.002)
+        most.append(len(inside))
+        inside.pop()
+
+    calls = [native._one_by_one(native._calling(device), fn) for _ in range(2)]
+    threads = [threading.Thread(target=lambda call=call: [call() for _ in range(5)]) for call in calls]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert most == [1] * 10 and native._calling(device) is not native._calling(torch.device("cuda", 1))
