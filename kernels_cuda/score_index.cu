@@ -13,6 +13,7 @@
 // says (di_index.cuh).
 #include "di_launch.cuh"
 #include "score_index_any.cuh"
+#include "score_index_copies.cuh"
 #include "score_index_sums.cuh"
 
 namespace di {
@@ -41,6 +42,7 @@ __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& v
   const uint32_t against = s.plain[0] != 0 ? 0 : 1;
   int columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0, visible = s.visible[0] - (pool ? 0 : l.place);
   asm volatile("" : "+r"(columns), "+r"(visible));  // kept, not worked out again
+  const uint32_t two = load_shared4(shared_address(&s.two));
   Share at(visit);
   float* out = c.scores + visit.run.first * c.scores_stride + at.first + l.place;
   for (; at.first < at.end; at.advance(), out += Share::kStep) {
@@ -52,8 +54,8 @@ __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& v
       const float score = score_apart(tile, s, 0);
       if (at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
     }
-    expand_group(tile, 0), expand_group(tile, 1);
-    const float score = score_row(tile, scales, l, weights);
+    expand_group(tile, 0, two), expand_group(tile, 1, two);
+    const float score = score_row(tile, scales, l, weights, two);
     if (plain && at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
   }
 }
@@ -97,6 +99,7 @@ __device__ __forceinline__ void score_plain_rows(RowScores to, const KeyTile& ti
 // Several rows: a tile is expanded once for all of them.
 __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
   const int rows = visit.run.rows;
+  const uint32_t two = load_shared4(shared_address(&s.two));
   uint32_t against = 0;
   for (int r = 0; r < rows; ++r) against |= s.plain[r] != 0 ? 0 : 1;
   for (Share at(visit); at.first < at.end; at.advance()) {
@@ -113,7 +116,7 @@ __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visi
     }
     to.there = to.there && plain;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) expand_group(tile, g);
+    for (int g = 0; g < kGroups; ++g) expand_group(tile, g, two);
     score_plain_rows(to, tile, scales, s, l, rows);
   }
 }
@@ -124,85 +127,6 @@ __device__ __forceinline__ void fill_columns(const IndexCall& c, const IndexRun&
     float* out = c.scores + (run.first + r) * c.scores_stride;
     for (int column = first * kIndexTile + threadIdx.x; column < last; column += 128 * kConsumers) out[column] = kNoScore;
   }
-}
-
-// ---- the warps that copy, each every fourth tile: lane l knows piece l of the next 32 pieces of its warp
-
-// Where a lane's piece is: its first row in the request, -1 if there is none, and its place in the cache.
-struct Piece {
-  int row, block;
-  bool there;
-};
-
-template <bool pool>
-__device__ __forceinline__ Piece find_piece(const IndexCall& c, const IndexRun& run, int tile, int place, int end) {
-  const int column = tile * kIndexTile + place;
-  int row = column, limit = run.seen;
-  if (pool) {
-    const bool has = tile < end && column < c.columns;
-    const int chosen = has ? c.candidates[run.first * c.candidates_stride + column / c.candidate_block] : -1;
-    row = chosen < 0 ? -1 : chosen * c.candidate_block + column % c.candidate_block;
-    limit = c.visible[run.first];
-  }
-  const bool there = tile < end && row >= 0 && row < limit;
-  return {row, there ? c.block_table[run.request * c.table_stride + row / c.block_rows] : 0, there};
-}
-
-// A tile of candidate blocks, its pieces those of lanes `from` on, by the warp's own copies: 16 bytes a lane, so that a piece's
-// 512 bytes of codes are one instruction. Rows that are not there become zeros.
-__device__ __forceinline__ void gather_tile(const IndexCall& c, const Piece& piece, Shared& s, uint32_t stage, int from) {
-  constexpr uint32_t kAll = 0xFFFFFFFFu;
-  const int lane = threadIdx.x % 32, inside = piece.there ? piece.row % c.block_rows : 0;
-  const uint32_t valid = __ballot_sync(kAll, piece.there) >> from;
-  const uint64_t block = reinterpret_cast<uint64_t>(c.cache + piece.block * c.block_stride);
-  const uint64_t codes = block + inside * kCodes, scales = block + c.block_rows * kCodes + inside * kGroups;
-  if (lane / kPieces * kPieces == from) s.first_row[stage][lane % kPieces] = piece.there ? piece.row : -1;
-  const uint32_t keys = shared_address(s.keys[stage]) + lane / 8 * 128;
-#pragma unroll 1
-  for (int p = 0; p < kPieces; ++p) {
-    const uint64_t source = __shfl_sync(kAll, codes, from + p) + lane * 16;
-    async_copy16(keys + p * 512 + ((lane ^ (p * 4 + lane / 8)) % 8 << 4), reinterpret_cast<const void*>(source), valid >> p & 1);
-  }
-  const int p = lane / 2 % kPieces;
-  const uint64_t source = __shfl_sync(kAll, scales, from + p) + lane % 2 * 16;
-  const uint32_t to = shared_address(s.scales[stage]) + lane * 16;
-  if (lane < 2 * kPieces) async_copy16(to, reinterpret_cast<const void*>(source), valid >> p & 1);
-  async_copy_arrive(&s.full[stage]);
-  __syncwarp();
-  if (lane == 0) mbarrier_arrive(&s.full[stage]);  // first_row is there
-}
-
-template <bool pool>
-__device__ __forceinline__ void copy_tiles(const IndexCall& c, const CUtensorMap* map, const IndexRun& run, Shared& s, int first,
-                                           int end, uint32_t& index) {
-  const int lane = threadIdx.x % 32, piece_rows = 1 << c.piece_shift, pieces = kIndexTile >> c.piece_shift, tiles = 32 / pieces;
-  const uint32_t skip = (threadIdx.x / 32 - index) % kProducers;
-  const uint32_t bytes = piece_rows * (kCodes + kGroups);
-  const uint64_t policy = run.rows == 1 ? evict_first_policy() : evict_normal_policy();  // one row's keys are read once
-  uint32_t number = index + skip;
-  for (int base = first + skip; base < end; base += tiles * kProducers) {
-    const Piece at = find_piece<pool>(c, run, base + lane / pieces * kProducers, lane % pieces * piece_rows, end);
-    const uint32_t valid = __ballot_sync(0xFFFFFFFFu, at.there);
-    const int inside = at.row % c.block_rows;
-    for (int t = 0; t < tiles && base + t * kProducers < end; ++t, number += kProducers) {
-      const uint32_t stage = number % kStages;
-      const int piece = lane - t * pieces;
-      const bool mine = piece >= 0 && piece < pieces;
-      mbarrier_wait(&s.empty[stage], (number / kStages & 1) ^ 1);
-      if (pool) {
-        gather_tile(c, at, s, stage, t * kPieces);
-        continue;
-      }
-      const uint32_t these = valid >> (t * pieces) & (pieces == 32 ? 0xFFFFFFFFu : (1u << pieces) - 1);
-      if (piece == 0) mbarrier_arrive_expect(&s.full[stage], __popc(these) * bytes);
-      if (mine && at.there) {
-        tensor_copy3_hint(s.keys[stage] + piece * piece_rows * kCodes, map, 0, inside / 2, at.block, &s.full[stage], policy);
-        const uint8_t* scales = c.cache + at.block * c.block_stride + c.block_rows * kCodes + inside * kGroups;
-        bulk_copy_hint(&s.scales[stage][piece * piece_rows], scales, piece_rows * kGroups, &s.full[stage], policy);
-      }
-    }
-  }
-  index += end - first;
 }
 
 // What the windows cost, every kThreads / 32th from `window` on.
@@ -256,21 +180,19 @@ __device__ __forceinline__ void tell(const IndexCall& c, const Visit& visit, Sha
   }
 }
 
+template <bool pool>
 __device__ __forceinline__ void produce(const IndexCall& c, const CUtensorMap* map, Shared& s, int windows, int live) {
   const bool tells = threadIdx.x / 32 % kProducers == 0;
   uint32_t index = 0;
   int number = 0;
   index_share(c, s.starts, windows, live, s.share, [&](const IndexRun& run, int first, int end, int fill, int fill_end) {
     if (tells) tell(c, {run, first, end, fill, fill_end, index}, s, number++);
-    if (c.candidates != nullptr) {
-      copy_tiles<true>(c, map, run, s, first, end, index);
-    } else {
-      copy_tiles<false>(c, map, run, s, first, end, index);
-    }
+    copy_tiles<pool>(c, map, run, s, first, end, index);
   });
   if (tells) tell(c, {}, s, number);
 }
 
+template <bool pool>
 __device__ __forceinline__ void consume(const IndexCall& c, Shared& s) {
   const Lane l = lane_of_thread(s);
   for (int number = 0;; ++number) {
@@ -280,10 +202,8 @@ __device__ __forceinline__ void consume(const IndexCall& c, Shared& s) {
     if (visit.run.rows == 0) return;
     if (visit.first < visit.end) load_queries(c, visit.run, s);
     if (visit.fill < visit.fill_end) fill_columns(c, visit.run, visit.fill, visit.fill_end);
-    if (c.candidates != nullptr) {
-      score_one_row<true>(c, visit, s, l);
-    } else if (visit.run.rows == 1) {
-      score_one_row<false>(c, visit, s, l);
+    if (pool || visit.run.rows == 1) {
+      score_one_row<pool>(c, visit, s, l);
     } else {
       score_rows(c, visit, s, l);
     }
@@ -292,14 +212,16 @@ __device__ __forceinline__ void consume(const IndexCall& c, Shared& s) {
   }
 }
 
+template <bool pool>
 __global__ void __launch_bounds__(kThreads, 1)
     score_index_kernel(const __grid_constant__ IndexCall c, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) s.two = 2;
   if (threadIdx.x % 32 == 0) {
     for (int stage = warp; stage < kStages; stage += kThreads / 32) {
-      mbarrier_init(&s.full[stage], c.candidates != nullptr ? 33 : 1);
+      mbarrier_init(&s.full[stage], pool ? 33 : 1);
       mbarrier_init(&s.empty[stage], 4);
     }
     if (warp < kVisits) {
@@ -316,12 +238,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp / 4 == kConsumers) {
     registers_down<kProducerRegisters>();
     plan(c, s, windows, live);
-    produce(c, &map, s, windows, live);
+    produce<pool>(c, &map, s, windows, live);
   } else {
     registers_up<kConsumerRegisters>();
     cost_windows(c, s, kProducers + warp, windows, live);
     named_barrier_arrive(kCosted, kThreads);
-    consume(c, s);
+    consume<pool>(c, s);
   }
 }
 
@@ -359,10 +281,13 @@ int score_index_fast(IndexCall c, const di_tensor& cache, cudaStream_t stream, d
   c.piece_shift = __builtin_ctz(c.candidates != nullptr ? kIndexTile / kPieces : piece_rows);
   CUtensorMap map;
   if (!codes_map(&map, cache, c.block_rows, piece_rows)) return refuse(e, DI_FAILED, "the driver refuses a map of the cache");
-  if (allow_shared<score_index_kernel>(bytes) != cudaSuccess) return finish(e, "score_index");
+  const bool pool = c.candidates != nullptr;
+  if ((pool ? allow_shared<score_index_kernel<true>>(bytes) : allow_shared<score_index_kernel<false>>(bytes)) != cudaSuccess)
+    return finish(e, "score_index");
   c.share = UINT64_MAX / multiprocessors() + 1;
+  const auto kernel = pool ? score_index_kernel<true> : score_index_kernel<false>;
   for (c.first_row = 0; c.first_row < c.rows; c.first_row += kIndexWindows * kIndexWindow) {
-    launch_early(score_index_kernel, multiprocessors(), kThreads, bytes, stream, c, map);
+    launch_early(kernel, multiprocessors(), kThreads, bytes, stream, c, map);
   }
   return finish(e, "score_index");
 }

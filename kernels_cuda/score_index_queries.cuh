@@ -40,6 +40,7 @@ struct Shared {
   float apart[kIndexWindow][kGroups][kHeads];  // by which products are too small: 2^-kDotShift, and scales far from the largest
   int32_t visible[kIndexWindow], plain[kIndexWindow];
   int64_t starts[kIndexWindows + 1], share[2];                // of the work: prefix sums of the windows, this block's part
+  uint32_t two;                                               // 2, by which keys are multiplied
   Visit visits[kVisits];
   uint64_t full[kStages], empty[kStages], visit_full[kVisits], visit_empty[kVisits];
 };

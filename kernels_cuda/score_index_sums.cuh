@@ -94,7 +94,7 @@ __device__ __noinline__ float score_apart(uint4 words0, uint4 words1, uint2 both
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     tile.words[0][g] = words[0][g], tile.words[1][g] = words[1][g];
-    expand_group(tile, g);
+    expand_group(tile, g, 2);
     const float key[2] = {ue8m0(scales[0] >> (8 * g) & 255), ue8m0(scales[1] >> (8 * g) & 255)};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -124,11 +124,12 @@ __device__ __forceinline__ float score_apart(const KeyTile& tile, const Shared& 
 
 // The score for plain keys whose first two groups are expanded; the others are while those are multiplied.
 template <typename Weights>
-__device__ __forceinline__ float score_row(KeyTile& tile, const KeyScales (&scales)[2], const Lane& l, const Weights& weights) {
+__device__ __forceinline__ float score_row(KeyTile& tile, const KeyScales (&scales)[2], const Lane& l, const Weights& weights,
+                                           uint32_t two) {
   Sums a, b, d;
   start_group(a, tile, l, 0, 0);
   start_group(b, tile, l, 0, 1, true);
-  expand_group(tile, 2), expand_group(tile, 3);
+  expand_group(tile, 2, two), expand_group(tile, 3, two);
   wait_group<0>(a), wgmma_hold(b);
   add_group<1>(a, b, scales);
   start_group(d, tile, l, 0, 2);

@@ -57,6 +57,14 @@ struct KeyScales {
   }
 };
 
+// x * by + add by one multiplication, on the pipe of the sums: the pipe of shifts and masks has more to do. The factor comes from
+// memory, or the compiler would make a shift of it.
+__device__ __forceinline__ uint32_t multiply_add(uint32_t x, uint32_t by, uint32_t add) {
+  uint32_t z;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(by), "r"(add));
+  return z;
+}
+
 struct KeyTile {
   uint32_t words[2][kGroups];  // as they are stored, of this thread's two keys
   uint32_t codes[kGroups][4];  // the register operand of the four wgmma
@@ -78,12 +86,13 @@ __device__ __forceinline__ bool are_plain(const KeyScales& a, const KeyScales& b
   return __all_sync(0xFFFFFFFFu, ((a.over ^ 0x60606060u | b.over ^ 0x60606060u) & 0xE0E0E0E0u | against) == 0);
 }
 
-// Makes the operand of a group: e5m2 values of the codes, each 2^kKeyShift times as large.
-__device__ __forceinline__ void expand_group(KeyTile& tile, int g) {
+// Makes the operand of a group: e5m2 values of the codes, each 2^kKeyShift times as large. The addition carries the sign of a low
+// code to its place.
+__device__ __forceinline__ void expand_group(KeyTile& tile, int g, uint32_t two) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t w = tile.words[half][g];
-    tile.codes[g][half] = (w << 4 & 0x80808080u) | (w << 1 & 0x0E0E0E0Eu);
+    tile.codes[g][half] = multiply_add(w & 0x0F0F0F0Fu, two, 0x70707070u) & 0x8E8E8E8Eu;
     tile.codes[g][half + 2] = (w & 0x80808080u) | (w >> 3 & 0x0E0E0E0Eu);
   }
   // They must be made before the wgmmas' fence; the compiler would make them in between.

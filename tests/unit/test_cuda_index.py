@@ -35,13 +35,17 @@ def test_a_query_code_times_its_folded_scale_is_an_e5m2_value():
     assert 0.5 * 2.0 ** (LOWEST_SHIFT - 1) not in representable
 
 
-def test_shifted_bits_of_a_key_code_are_an_e5m2_code_of_a_power_of_two_of_it():
-    packed = torch.arange(256)
-    low = (packed << 4 & 0x80) | (packed << 1 & 0x0E)
-    high = (packed & 0x80) | (packed >> 3 & 0x0E)
+def test_a_word_of_key_codes_becomes_e5m2_codes_of_a_power_of_two_of_them():
+    """The low four by masks and a multiplication with a carry into the signs, the high four by masks and a shift."""
+    g = torch.Generator().manual_seed(SEED)
+    packed = torch.cat([torch.arange(256), torch.randint(0, 256, (3 * 256,), generator=g)]).reshape(4, 256)
+    word = sum(packed[i] << 8 * i for i in range(4))
+    low = (word & 0x0F0F0F0F) * 2 + 0x70707070 & 0x8E8E8E8E
+    high = (word & 0x80808080) | (word >> 3 & 0x0E0E0E0E)
     value, e5m2 = formats.E2M1_VALUES(), e5m2_values()
-    assert torch.equal(e5m2[low] * 2.0**-KEY_SHIFT, value[packed & 15])
-    assert torch.equal(e5m2[high] * 2.0**-KEY_SHIFT, value[packed >> 4])
+    for i in range(4):
+        assert torch.equal(e5m2[low >> 8 * i & 255] * 2.0**-KEY_SHIFT, value[packed[i] & 15])
+        assert torch.equal(e5m2[high >> 8 * i & 255] * 2.0**-KEY_SHIFT, value[packed[i] >> 4])
 
 
 def test_a_sum_over_groups_is_below_one_so_that_saturation_is_its_relu():
