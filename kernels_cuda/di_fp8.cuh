@@ -28,13 +28,14 @@ __device__ __forceinline__ uint32_t widen_bytes(uint32_t word) {
 __device__ __forceinline__ uint32_t even_codes(uint32_t word) { return (widen_bytes<0xA280>(word) << 4) & 0x87F087F0u; }
 __device__ __forceinline__ uint32_t odd_codes(uint32_t word) { return (widen_bytes<0xB391>(word) << 4) & 0x87F087F0u; }
 
-// The BF16 pair 2^(scale - 127 + 120 - offset) of a ue8m0 code: what makes values times 2^-offset of even_codes and odd_codes.
-// NaN for code 255 and where the factor would leave BF16 (scale - 127 > 7 + offset): such a row is NaN rather than wrong.
-template <int offset>
+// What makes values of even_codes and odd_codes: the BF16 pair 2^(scale - 127 + 120) of a ue8m0 code, NaN for 255. Where it would
+// leave BF16, which is above kOneFactor, it is 2^127, and second_factor is to be multiplied with after it. Both are exact.
+constexpr uint32_t kOneFactor = 134;
 __device__ __forceinline__ uint32_t code_factor(uint32_t scale) {
-  static_assert(offset >= 0 && offset <= 120);
-  return scale > 134u + offset ? 0x7FFF7FFFu : (scale + 120u - offset) * 0x00800080u;
+  return scale == 255u ? 0x7FFF7FFFu : (min(scale, kOneFactor) + 120u) * 0x00800080u;
 }
+// 1 up to kOneFactor.
+__device__ __forceinline__ uint32_t second_factor(uint32_t scale) { return (max(scale, kOneFactor) + 127u - kOneFactor) * 0x00800080u; }
 
 // Codes 0, 1 and 2, 3 of a word as F16.
 __device__ __forceinline__ uint32_t low_codes_f16(uint32_t word) {

@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(256) plain_dense(const Problem p, const __nv_b
 int run_dense(Problem p, const char* op, const di_tensor& x, const di_tensor& w, int64_t room, cudaStream_t stream, di_error* e) {
   if (p.output == kFp8) return refuse(e, DI_UNSUPPORTED, "%s quantises no result of BF16 weights", op);
   const auto far = [](const void* address, int64_t pitch) { return reinterpret_cast<uintptr_t>(address) % 16 != 0 || pitch % 8 != 0; };
-  p.chunk = kDenseChunk, p.undo = 1.0f, p.slices = slices_of(p, ceil_div(p.k, kDenseSum));
+  p.chunk = kDenseChunk, p.slices = slices_of(p, ceil_div(p.k, kDenseSum));
   const bool overlap = row_stride(x) < static_cast<int64_t>(p.groups) * p.k;
   if (p.k == 0 || overlap || far(w.data, p.k) || far(x.data, row_stride(x)) || (p.groups > 1 && p.k % kDenseChunk != 0)) {
     const dim3 grid(static_cast<unsigned>(ceil_div(static_cast<int64_t>(p.groups) * p.n, 8)), static_cast<unsigned>(p.rows));
@@ -307,7 +307,7 @@ int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream
   p.x = data<uint8_t>(x), p.x_stride = row_stride(x);
   p.x_scale = data<uint8_t>(x_scale), p.x_scale_stride = row_stride(x_scale);
   p.w = data<uint8_t>(w), p.w_scale = data<uint8_t>(w_scale);
-  p.chunk = kChunk, p.undo = kUndo, p.slices = slices_of(p, 1);
+  p.chunk = kChunk, p.slices = slices_of(p, 1);
   p.x_aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 16 == 0;
   CUtensorMap map;
   if (!matrix_map(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, w.data, static_cast<int64_t>(groups) * n, k, k, kTileFeatures, kChunk,

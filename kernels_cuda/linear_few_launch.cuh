@@ -23,7 +23,7 @@ inline uint64_t next_nonce() {
 
 template <typename C>
 int launch_few(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
-  p.row_tiles = 1, p.partial = reinterpret_cast<float*>(p.expanded), p.undo = 1.0f;  // sums leave a block with all their factors
+  p.row_tiles = 1, p.partial = reinterpret_cast<float*>(p.expanded);
   const auto tiles = static_cast<unsigned>(ceil_div(p.n, C::kFeatures));
   const dim3 grid(static_cast<unsigned>(p.slices), tiles, static_cast<unsigned>(p.groups));
   FewPlan plan = {};

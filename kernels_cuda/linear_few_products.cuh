@@ -32,7 +32,7 @@ struct FewConsumer {
   }
   // half: to F16 and not BF16.
   template <bool half>
-  __device__ __forceinline__ void expand(uint32_t (&fragment)[4][4], const Codes& codes, uint32_t factor, int h) const {
+  __device__ __forceinline__ void expand(uint32_t (&fragment)[4][4], const Codes& codes, const Factor& factor, int h) const {
     const uint32_t words[2][4] = {{codes.upper.x, codes.upper.y, codes.upper.z, codes.upper.w},
                                   {codes.lower.x, codes.lower.y, codes.lower.z, codes.lower.w}};
 #pragma unroll
@@ -40,8 +40,7 @@ struct FewConsumer {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const uint32_t word = words[row][i];
-        fragment[i][row + 2 * h] = half ? scale_f16x2(low_codes_f16(word), factor) : scale_bf16x2(even_codes(word), factor);
-        fragment[i][row + 2 - 2 * h] = half ? scale_f16x2(high_codes_f16(word), factor) : scale_bf16x2(odd_codes(word), factor);
+        fragment[i][row + 2 * h] = low_values<half>(word, factor), fragment[i][row + 2 - 2 * h] = high_values<half>(word, factor);
       }
   }
   template <bool half>
@@ -71,7 +70,7 @@ struct FewConsumer {
     uint32_t even[4][4], second_buffer[4][4], (&odd)[4][4] = C::G == 2 ? second_buffer : even;
     Ring<C::kRowStages> rows;
     Ring<C::kWeightStages> weights;
-    uint32_t factor = factor_of<half, kWeightOffset>(__shfl_sync(0xFFFFFFFFu, words, 0), thread % 4);
+    Factor factor = factor_of<half>(__shfl_sync(0xFFFFFFFFu, words, 0), thread % 4);
     int previous = -1;
     mbarrier_wait(shared.weights_full(0), 0);
     Codes codes = load_codes(0, 0);
@@ -89,7 +88,7 @@ struct FewConsumer {
       previous = rows.stage;
       rows.next();
       expand<half>(odd, second, factor, 1);
-      factor = factor_of<half, kWeightOffset>(__shfl_sync(0xFFFFFFFFu, words, step + 1), thread % 4);
+      factor = factor_of<half>(__shfl_sync(0xFFFFFFFFu, words, step + 1), thread % 4);
       __syncwarp();
       if (thread % 32 == 0) mbarrier_arrive(shared.weights_empty(weights.stage));
       weights.next();

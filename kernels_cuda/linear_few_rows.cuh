@@ -7,7 +7,7 @@
 namespace di::linear {
 
 // Scales of one operand that F16 takes: the largest, as 2^7, and down to 2^-12 of it, so that no code but zero is subnormal. What
-// is the largest lies within these bounds: above them BF16 gives NaN, and below them its sums could underflow.
+// is the largest lies within these bounds, so that what undoes both operands' factors is a float.
 constexpr int kHalfWindow = 12, kLeastWeightScale = 106, kLeastRowScale = 112, kMostWeightScale = 142, kMostRowScale = 174;
 
 // Four scales of a row's step, a word; what lies beyond the columns, or is not `inside`, is 127.
@@ -34,11 +34,26 @@ __device__ __forceinline__ uint32_t half_exponents(uint32_t four, uint32_t top) 
 // 2^(top - 127 - 7): what undoes an operand's factor.
 __device__ __forceinline__ float half_undo(uint32_t top) { return __uint_as_float((top - 7u) << 23); }
 
-// A step's factor from byte `which` of a word.
-template <bool half, int offset>
-__device__ __forceinline__ uint32_t factor_of(uint32_t four, uint32_t which) {
+// What makes values of a step's codes, from byte `which` of a word. F16 needs no `second`.
+struct Factor {
+  uint32_t first, second;
+};
+template <bool half>
+__device__ __forceinline__ Factor factor_of(uint32_t four, uint32_t which) {
   const uint32_t byte = __byte_perm(four, 0, 0x4440u | which);
-  return half ? byte * 0x04000400u : code_factor<offset>(byte);
+  if (half) return {byte * 0x04000400u, 0};
+  return {code_factor(byte), second_factor(byte)};
+}
+// Codes 0, 1 and 2, 3 of a word as F16, or 0, 2 and 1, 3 as BF16, with their scale.
+template <bool half>
+__device__ __forceinline__ uint32_t low_values(uint32_t word, const Factor& factor) {
+  if (half) return scale_f16x2(low_codes_f16(word), factor.first);
+  return scale_bf16x2(scale_bf16x2(even_codes(word), factor.first), factor.second);
+}
+template <bool half>
+__device__ __forceinline__ uint32_t high_values(uint32_t word, const Factor& factor) {
+  if (half) return scale_f16x2(high_codes_f16(word), factor.first);
+  return scale_bf16x2(scale_bf16x2(odd_codes(word), factor.first), factor.second);
 }
 
 // Whether all threads that expand and consume say yes.
@@ -80,7 +95,7 @@ __device__ __forceinline__ bool keep_few_scales(const FewShared<C>& shared, cons
   for (int row = warp; row < C::T; row += kWarps) {
     shared.scales()[row * kScalePitch + lane] =
         scale_word(from + row * p.x_scale_stride, column, columns, words, row < valid && lane < w.steps);
-    if (lane == 0) shared.undo()[row] = kUndo;
+    if (lane == 0) shared.undo()[row] = 1.0f;
   }
   named_barrier_sync(2, C::kExpanders);
   return false;
@@ -92,17 +107,16 @@ __device__ __forceinline__ void expand_row(uint32_t to, uint32_t from, uint32_t 
   uint4 codes[4];
 #pragma unroll
   for (int q = 0; q < 4; ++q) codes[q] = load_shared16(from + row * 128 + (((2 * q + h) ^ row % 8) << 4));
-  uint32_t factors[4];
+  Factor factors[4];
 #pragma unroll
-  for (int q = 0; q < 4; ++q) factors[q] = factor_of<half, kRowOffset>(four, q);
+  for (int q = 0; q < 4; ++q) factors[q] = factor_of<half>(four, q);
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
     uint32_t low[4], high[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const uint32_t word = s == 0 ? codes[q].x : s == 1 ? codes[q].y : s == 2 ? codes[q].z : codes[q].w;
-      low[q] = half ? scale_f16x2(low_codes_f16(word), factors[q]) : scale_bf16x2(even_codes(word), factors[q]);
-      high[q] = half ? scale_f16x2(high_codes_f16(word), factors[q]) : scale_bf16x2(odd_codes(word), factors[q]);
+      low[q] = low_values<half>(word, factors[q]), high[q] = high_values<half>(word, factors[q]);
     }
     // the lower half of K has a piece's even words where h is 0, its odd ones where it is 1
     store_shared16(to + row * 128 + (((2 * s + h) ^ row % 8) << 4), low);

@@ -18,10 +18,6 @@ constexpr int kMostSlices = 8;
 constexpr int kMostRawSteps = 32, kScalePitch = kMostRawSteps + 1;  // steps of a slice whose row scales a block keeps; words
 constexpr int kTilePitch = kTileFeatures + 4;  // FP32 sums of a row in the workspace: 4 more than the columns, for the banks' sake
 
-// Codes of activations enter the sums times 2^-kRowOffset, those of weights times 2^-kWeightOffset.
-constexpr int kRowOffset = 40, kWeightOffset = 8;
-constexpr float kUndo = 281474976710656.0f;  // 2^48
-
 struct Problem {
   const uint8_t* x;        // [rows, groups * k] codes (of BF16 rows a tensor map tells)
   const uint8_t* x_scale;  // [rows, groups * k / 32]
@@ -39,7 +35,6 @@ struct Problem {
   int chunk;    // K of a step
   int slices;   // parts of K that are summed by themselves, then in order
   int row_tiles;
-  float undo;   // what the sums are multiplied with on their way out: a power of two
 
   __host__ __device__ int chunks() const { return (k + chunk - 1) / chunk; }
   __host__ __device__ int feature_tiles() const { return (n + kTileFeatures - 1) / kTileFeatures; }
@@ -108,12 +103,9 @@ __device__ __forceinline__ void store_fp8(const Problem& p, int64_t row, int col
   if (threadIdx.x % 4 == 0) p.out_scale[row * p.out_scale_stride + column / 32] = static_cast<uint8_t>(scale);
 }
 
-// Eight columns of a row, from column n of a group on; `sums` lack the factor p.undo. All lanes of a warp call it together,
+// Eight columns of a row, from column n of a group on. All lanes of a warp call it together,
 // and lanes 4 i to 4 i + 3 hold one group of 32 columns.
-__device__ __forceinline__ void store_unit(const Problem& p, int64_t row, int group, int n, bool inside, const float (&sums)[8]) {
-  float v[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = sums[i] * p.undo;
+__device__ __forceinline__ void store_unit(const Problem& p, int64_t row, int group, int n, bool inside, const float (&v)[8]) {
   const int room = p.n - n, column = group * p.n + n;
   if (p.output == kFp8) {
     store_fp8(p, row, column, inside && room > 0, v);

@@ -43,15 +43,21 @@ __device__ __forceinline__ Piece load_piece(const Problem& p, bool inside, int64
 }
 
 // For each k16 step of a sub-tile, one word of even and one of odd codes. `offset`: a multiple of 1024 bytes.
-template <int factor_offset>
-__device__ __forceinline__ void store_piece(uint32_t to, int offset, const Piece& piece) {
-  const uint32_t factor = code_factor<factor_offset>(piece.scale);
+template <bool two_factors>
+__device__ __forceinline__ void store_codes(uint32_t to, int offset, const Piece& piece) {
+  const uint32_t factor = code_factor(piece.scale), second = second_factor(piece.scale);
   const uint32_t words[4] = {piece.codes.x, piece.codes.y, piece.codes.z, piece.codes.w};
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"((to ^ (s << 5)) + offset), "r"(scale_bf16x2(even_codes(words[s]), factor)) : "memory");
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"((to ^ (s << 5 | 16)) + offset), "r"(scale_bf16x2(odd_codes(words[s]), factor)) : "memory");
+    uint32_t even = scale_bf16x2(even_codes(words[s]), factor), odd = scale_bf16x2(odd_codes(words[s]), factor);
+    if (two_factors) even = scale_bf16x2(even, second), odd = scale_bf16x2(odd, second);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"((to ^ (s << 5)) + offset), "r"(even) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"((to ^ (s << 5 | 16)) + offset), "r"(odd) : "memory");
   }
+}
+__device__ __forceinline__ void store_piece(uint32_t to, int offset, const Piece& piece) {
+  if (piece.scale <= kOneFactor) store_codes<false>(to, offset, piece);
+  else store_codes<true>(to, offset, piece);
 }
 
 __host__ __device__ constexpr int expanded_rows(int tile_rows) { return tile_rows % 64 == 0 ? 64 : 32; }
@@ -79,7 +85,7 @@ __global__ void __launch_bounds__(kExpanders) expand_codes(const Problem p, int 
     pieces[i] = weights ? load_weight_piece(p, i * 16 < left, group, static_cast<int>(first) + row + i * 16, in_group)
                         : load_piece(p, i * 16 < left, first + row + i * 16, column);
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) store_piece<weights ? kWeightOffset : kRowOffset>(to, i * 2048, pieces[i]);
+  for (int i = 0; i < kItems; ++i) store_piece(to, i * 2048, pieces[i]);
   fence_proxy_async();
   __syncthreads();
   if (thread < 2) {

@@ -72,16 +72,23 @@ struct Consumer {
     }
     return s;
   }
-  // The factors of row and row + 8 in chunk i of eight, for this lane's group.
-  __device__ __forceinline__ void factors_of(uint32_t (&factor)[2], const Scales& s, int i) const {
+  // Whether a code of this warp takes two factors: hardly ever.
+  __device__ __forceinline__ bool far(const Scales& s) const {
+    uint32_t any = 0;
+#pragma unroll
+    for (uint32_t word : s.words) any |= __vcmpgtu4(word, kOneFactor * 0x01010101u);
+    return __any_sync(0xFFFFFFFFu, any != 0);
+  }
+  // The scales of row and row + 8 in chunk i of eight, for this lane's group.
+  __device__ __forceinline__ void scales_of(uint32_t (&scale)[2], const Scales& s, int i) const {
     if constexpr (C::kTurned) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint32_t word = __shfl_sync(0xFFFFFFFFu, i < 4 ? s.words[2 * r] : s.words[2 * r + 1], i % 4, 4);
-        factor[r] = code_factor<kRowOffset>(word >> (thread % 4 * 8) & 0xFF);
+        scale[r] = word >> (thread % 4 * 8) & 0xFF;
       }
     } else {
-      factor[0] = factor[1] = code_factor<kWeightOffset>(__shfl_sync(0xFFFFFFFFu, s.words[0], i * 4 + thread % 4));
+      scale[0] = scale[1] = __shfl_sync(0xFFFFFFFFu, s.words[0], i * 4 + thread % 4);
     }
   }
 
@@ -109,10 +116,12 @@ struct Consumer {
     for (int first = start; first < stop; first += 8) {
       const Scales next_eight = load_scales(scales, first + 8);  // not touched before the eight chunks are done
       const int last = min(stop, first + 8);
+      const bool two_factors = far(eight);
 #pragma unroll 1
       for (int chunk = first; chunk < last; ++chunk) {
-        uint32_t factor[2];
-        factors_of(factor, eight, chunk - first);
+        uint32_t scale[2];
+        scales_of(scale, eight, chunk - first);
+        const uint32_t factor[2] = {code_factor(scale[0]), code_factor(scale[1])};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           row_tiles = __shfl_sync(0xFFFFFFFFu, descriptor128_base(shared.rows(rows.stage)), 0);
@@ -129,6 +138,11 @@ struct Consumer {
                 fragment[buffer][i][row + 2 * h] = scale_bf16x2(even_codes(word), factor[row]);
                 fragment[buffer][i][row + 2 - 2 * h] = scale_bf16x2(odd_codes(word), factor[row]);
               }
+            if (two_factors) {
+#pragma unroll
+              for (int i = 0; i < 4 * kGroup; ++i)
+                fragment[buffer][i / 4][i % 4] = scale_bf16x2(fragment[buffer][i / 4][i % 4], second_factor(scale[i % 2]));
+            }
             if (part == 0) mbarrier_wait(shared.rows_full(rows.stage), rows.parity);
             wgmma_fence();
 #pragma unroll
@@ -228,7 +242,7 @@ struct Consumer {
     const int lane = thread % 32, row = lane / 16 * 8 + lane % 8, piece = thread / 32 * 2 + lane / 8 % 2;
     uint32_t packed[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) packed[i] = bf16_pair(sums[8 * j + 2 * i] * p.undo, sums[8 * j + 2 * i + 1] * p.undo);
+    for (int i = 0; i < 4; ++i) packed[i] = bf16_pair(sums[8 * j + 2 * i], sums[8 * j + 2 * i + 1]);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + row * 128 + ((piece ^ (row % 8)) << 4)),
                  "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3]) : "memory");
   }

@@ -33,7 +33,7 @@ struct TurnedStore {
         const int at = part * (kPart / 2) + 4 * j;
         uint32_t packed[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) packed[i] = bf16_pair(sums[at + 2 * i] * p.undo, sums[at + 2 * i + 1] * p.undo);
+        for (int i = 0; i < 4; ++i) packed[i] = bf16_pair(sums[at + 2 * i], sums[at + 2 * i + 1]);
         store_matrices(shared_address(half) + place(lane % 16, j + lane / 16), packed);
       }
       __syncwarp();

@@ -172,6 +172,72 @@ def test_scales_too_far_apart_for_half_precision_give_the_bits_of_many_rows_too(
         assert torch.equal(problem.run(everyone()[:count]), whole[:count]), f"{count} rows"
 
 
+def exact_and_size(problem: Problem, rows: int, groups: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float64 sums, and the sums of the magnitudes of their terms."""
+    values, matrix = problem.values[:rows].double().view(rows, -1, k), problem.weight.dequantise().double().view(-1, n, k)
+    products = [
+        torch.einsum("tgk,gnk->tgn", one, two).flatten(1) for one, two in ((values, matrix), (values.abs(), matrix.abs()))
+    ]
+    return products[0], products[1]
+
+
+FAR = [
+    pytest.param(100, 0, id="rows of 2^100"),
+    pytest.param(0, 100, id="weights of 2^100"),
+    pytest.param(55, 58, id="both large"),
+    pytest.param(60, -60, id="large rows, small weights"),
+    pytest.param(-70, 80, id="small rows, large weights"),
+    pytest.param(-50, -40, id="both small"),
+]
+"""Powers of two on the scales of one row and of one block of weight rows."""
+
+
+@pytest.mark.parametrize(("groups", "n", "k"), [(0, 1280, 5120), (0, 5120, 8192), (0, 8192, 1280), (2, 1024, 4096)])
+@pytest.mark.parametrize(("row", "block"), FAR)
+def test_any_scale_whose_values_are_floats_gives_right_sums_with_the_same_bits_in_every_call(groups, n, k, row, block):
+    problem, count = Problem(groups, n, k, True), 300
+    problem.x_scale[3] += row % 256
+    canonical = problem.weight.canonical()
+    scales = canonical.scales.clone()
+    scales.view(-1, k // 32)[2] += block % 256
+    problem.weight = WeightHandle("w", CanonicalWeight("fp8_block32", canonical.values, scales))
+    problem.values = dequantise(problem.x, problem.x_scale, "fp8_32")
+    whole = problem.run(everyone()[:count])
+    wanted, size = exact_and_size(problem, count, groups, n, k)
+    assert bool(((whole.double() - wanted).abs() <= 1e-5 * size + 2.0**-140).all())
+    for rows in (200, 100, 64, 20, 8):
+        assert torch.equal(problem.run(everyone()[:rows]), whole[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("row_scale", [127, 7, 254])
+def test_a_row_of_zeros_has_zeros_beside_a_row_whose_scales_force_bf16(row_scale):
+    problem = Problem(0, 1280, 5120, True)
+    problem.x[5], problem.x_scale[5] = 0, row_scale
+    problem.values[5] = 0
+    alone = problem.run(everyone()[5:6])
+    assert bool((alone == 0).all())
+    half = {rows: problem.run(everyone()[:rows]) for rows in (64, 30, 8)}
+    problem.x_scale[3, 5] -= 20  # F16 does not hold both scales of row 3
+    for rows, before in half.items():
+        after = problem.run(everyone()[:rows])
+        others = [i for i in range(rows) if i != 3]
+        assert torch.equal(after[others], before[others]) and torch.equal(after[5], alone[0]), f"{rows} rows"
+    assert torch.equal(problem.run(everyone()[:200])[:64], problem.run(everyone()[:64]))
+
+
+def test_a_scale_that_says_nan_gives_nan_in_its_row_or_columns_alone():
+    problem = Problem(0, 1280, 5120, True)
+    problem.x_scale[3, 5] = 255
+    canonical = problem.weight.canonical()
+    scales = canonical.scales.clone()
+    scales[2, 7] = 255
+    problem.weight = WeightHandle("w", CanonicalWeight("fp8_block32", canonical.values, scales))
+    for rows in (8, 20, 64, 100, 300):
+        nan = problem.run(everyone()[:rows]).isnan()
+        assert bool(nan[3].all()) and bool(nan[:, 64:96].all())
+        assert not bool(nan[[i for i in range(rows) if i != 3]][:, [*range(64), *range(96, 1280)]].any())
+
+
 def test_a_captured_call_gives_the_same_bits_in_every_replay_and_beside_other_calls():
     problems = [Problem(0, n, k, True) for n, k in ((5120, 8192), (1280, 5120), (5120, 2304))]
     rows = torch.arange(64, device="cuda")

@@ -8,10 +8,8 @@ import time
 import pytest
 import torch
 from deepinfer_cuda import native
-from deepinfer_cuda.packing import tensors_of, weights_of
 from deepinfer_cuda.workspaces import Workspaces
-from deepinfer_hal.errors import BackendError, BadCall
-from deepinfer_hal.weights import CanonicalWeight, WeightHandle
+from deepinfer_hal.errors import BackendError
 
 CPU = torch.device("cpu")
 
@@ -83,23 +81,6 @@ def test_no_memory_for_a_workspace_is_said_with_its_size(captures, monkeypatch):
         rooms(8)
     monkeypatch.undo()
     assert rooms(8)[1] == 256 << 20  # what was refused once is asked for again
-
-
-def test_a_tensor_or_weight_of_another_device_is_refused_before_a_kernel_reads_its_address():
-    other = torch.device("meta")
-    with pytest.raises(BadCall, match=r"a tensor \[2, 3\] is on cpu; the kernels of meta"):
-        tensors_of(other)(torch.zeros(2, 3))
-    weight = WeightHandle("wq_a", CanonicalWeight("bf16", torch.zeros(4, 8, dtype=torch.bfloat16)))
-    with pytest.raises(BadCall, match=r"weight 'wq_a' \[4, 8\] is on cpu"):
-        weights_of(other)(weight)
-    assert len(tensors_of(CPU)(torch.zeros(2, 3))) == len(tensors_of(CPU)(None)) == len(weights_of(CPU)(weight)[0])
-
-
-def test_a_tensor_whose_last_dimension_has_gaps_is_refused():
-    with pytest.raises(BadCall, match=r"a tensor \[4, 3\] has strides \[1, 4\]"):
-        tensors_of(CPU)(torch.zeros(3, 4).T)
-    tensors_of(CPU)(torch.zeros(3, 4)[:, :1])
-    tensors_of(CPU)(torch.zeros(0, 4).T)
 
 
 def test_calls_of_two_threads_take_turns_whoever_asked_for_the_kernels():

@@ -34,16 +34,16 @@ def checked(op: str, fn: Callable[..., None]) -> Callable[..., None]:
 
     def call(*args: Any) -> None:
         for place, name, multiple in places:
-            if args[place] is not None:
-                _check(op, name, args[place], multiple)
+            tensor = args[place]
+            if tensor is not None and (tensor.data_ptr() % multiple or not tensor.is_contiguous()):
+                _refuse(op, name, tensor, multiple)
         fn(*args)
 
     return call
 
 
-def _check(op: str, name: str, tensor: torch.Tensor, multiple: int) -> None:
+def _refuse(op: str, name: str, tensor: torch.Tensor, multiple: int) -> None:
     if not tensor.is_contiguous():
         shape, strides = list(tensor.shape), list(tensor.stride())
         raise Unsupported(f"{op}: the rows of {name} must follow one another; {shape} with strides {strides} has gaps")
-    if tensor.data_ptr() % multiple:
-        raise Unsupported(f"{op}: {name} must begin at a multiple of {multiple} bytes, it begins at {tensor.data_ptr():#x}")
+    raise Unsupported(f"{op}: {name} must begin at a multiple of {multiple} bytes, it begins at {tensor.data_ptr():#x}")
