@@ -119,15 +119,29 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's cuTensorMapEncodeTiled, found at run time so that the library needs no libcuda to load; null where it is absent.
+// A function of the driver, found at run time so that the library needs no libcuda to load; null where it is absent.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &result);
+  return reinterpret_cast<Function>(entry);
+}
+
+// Gives this thread the context of its device. One that has called nothing of CUDA yet has none, and the driver's functions want one.
+inline bool take_context() {
+  static const auto current = driver_function<CUresult (*)(CUcontext*)>("cuCtxGetCurrent");
+  CUcontext context = nullptr;
+  const bool has = current != nullptr && current(&context) == CUDA_SUCCESS && context != nullptr;
+  return has || cudaSetDevice(current_device()) == cudaSuccess;
+}
+
+// The driver's cuTensorMapEncodeTiled.
 inline EncodeTiled tensor_map_encoder() {
-  static EncodeTiled found = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
-    return reinterpret_cast<EncodeTiled>(entry);
-  }();
-  return found;
+  static const auto found = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
+  thread_local bool ready = false;
+  ready = ready || take_context();
+  return ready ? found : nullptr;
 }
 
 // A map of a row-major matrix [rows, columns] in boxes [box_rows, box_columns]; what lies outside the matrix reads as zero.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepinfer_cuda import backend as backend_module
 from deepinfer_cuda import kernels, native, weights
 from deepinfer_cuda.backend import CudaBackend
 from deepinfer_cuda.gpu import Gpu
 from deepinfer_hal import formats
-from deepinfer_hal.errors import BadCall
+from deepinfer_hal.errors import BadCall, Unsupported
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.unit.cuda_on_host import CudaOnHost
 
 PLACES = 0x81C081C0
 """Where a BF16's sign, two low exponent bits and highest mantissa bit lie, in both halves of a word."""
@@ -131,3 +134,22 @@ def test_the_portable_kernel_leaves_experts_that_are_kept_as_fragments(monkeypat
     hopper, blackwell = (kernels.kernels_of(Gpu(0, "GPU", 1, capability, 1))[-1] for capability in ((9, 0), (10, 0)))
     assert isinstance(hopper.supports(CallSpec("grouped_gemm", statics)), answer)
     assert isinstance(blackwell.supports(CallSpec("grouped_gemm", statics)), Yes)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("stored_as", [torch.uint8, torch.int8])
+def test_an_fp8_weight_with_a_code_that_is_nan_is_refused_where_cuda_kernels_would_read_it(monkeypatch, code, stored_as):
+    values, scales = formats.quantise_weight_fp8(torch.linspace(-500, 500, 64 * 96).view(64, 96))
+    backend, found = CudaOnHost.__new__(CudaOnHost), []
+    monkeypatch.setattr(backend_module, "_has_native_kernels", lambda one: found.append(one) or True)
+    monkeypatch.setattr(backend_module.gpu, "gpu_of", lambda index: index)
+    backend.prepare_weight(0, "wq_a", CanonicalWeight("fp8_block32", values.clone().view(stored_as), scales))
+    assert found == []  # nothing is asked of a GPU for a weight that is whole
+    values[5, 7] = code
+    broken = CanonicalWeight("fp8_block32", values.view(stored_as), scales)
+    with pytest.raises(Unsupported, match=r"weight wq_a \[64, 96\] has 1 codes that are NaN, the first at \[5, 7\]"):
+        backend.prepare_weight(0, "wq_a", broken)
+    monkeypatch.setattr(backend_module, "_has_native_kernels", lambda one: False)
+    assert backend.prepare_weight(0, "wq_a", broken).canonical().values[5, 7] == torch.tensor(code, dtype=torch.uint8).view(
+        stored_as
+    )

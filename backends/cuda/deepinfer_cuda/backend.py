@@ -12,7 +12,7 @@ import deepinfer_triton
 import torch
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo, MemoryInfo
 from deepinfer_hal.communicator import Communicator
-from deepinfer_hal.errors import BackendUnavailable
+from deepinfer_hal.errors import BackendUnavailable, Unsupported
 from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
@@ -53,8 +53,12 @@ class CudaBackend(Backend):
 
     def prepare_weight(self, index: int, role: str, canonical: CanonicalWeight) -> WeightHandle:
         kept = super().prepare_weight(index, role, canonical)
-        if not weights.is_packed(role, canonical.format, canonical.shape) or not _has_native_kernels(gpu.gpu_of(index)):
+        packed = weights.is_packed(role, canonical.format, canonical.shape)
+        broken = weights.nan_codes(canonical)
+        if not (packed or broken) or not _has_native_kernels(gpu.gpu_of(index)):
             return kept
+        if broken:
+            raise Unsupported(f"weight {role} {list(canonical.shape)} has {broken}; the CUDA C++ kernels know none")
         return weights.prepare(role, kept.canonical())
 
     def communicator(self, index: int) -> type[Communicator] | None:

@@ -12,6 +12,7 @@ What a captured step must keep to, or its replay is wrong:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,20 @@ class CudaGraphs:
             torch.cuda.empty_cache()  # what the runs left would be counted against the graph
             before = torch.cuda.memory_reserved(self.index)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                step()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    step()
+            except BaseException:
+                self._leave_pool()
+                raise
             self.pool_bytes += max(0, torch.cuda.memory_reserved(self.index) - before)
         return graph
+
+    def _leave_pool(self) -> None:
+        """After a capture that failed, torch may still give this pool's memory to what asks on the capture's stream, and takes no
+        other capture into it: that is ended, and the next capture begins a pool."""
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if end is not None:
+            with contextlib.suppress(RuntimeError):  # where torch has ended it
+                end(self.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()

@@ -134,6 +134,19 @@ class FragmentWeight(WeightHandle):
         return pack_tensor(self.packed_bytes, shape=self.shape, layout=LAYOUT_WGMMA_FP4), pack_tensor(None)
 
 
+NAN_CODE = 0x7F
+"""Of e4m3, but for the sign."""
+
+
+def nan_codes(stored: CanonicalWeight) -> str:
+    """How many codes of an FP8 weight are NaN, and where the first is; empty if none is. No quantiser writes one, and the CUDA
+    C++ kernels that expand codes to BF16 would take it for 480."""
+    if stored.format != "fp8_block32":
+        return ""
+    nan = stored.values.view(torch.uint8) & NAN_CODE == NAN_CODE
+    return f"{int(nan.sum())} codes that are NaN, the first at {nan.nonzero()[0].tolist()}" if bool(nan.any()) else ""
+
+
 def stored_values(weight: WeightHandle) -> torch.Tensor:
     """The tensor that holds a handle's values as they are stored."""
     return weight.packed_bytes if isinstance(weight, FragmentWeight) else weight.canonical().values
