@@ -167,23 +167,39 @@ __device__ __forceinline__ void count_bin(uint32_t* bins, uint32_t bin, bool act
   if (active) atomicAdd(&bins[bin], 1);
 }
 
-// Histogram of this block's columns from `low` to `low` + `span`, 2^shift values a bin. Returns which those are.
+// Which columns of the thread's run, as it is kept, are from `low` (above 0) to `low` + `span`.
+__device__ __forceinline__ Marks mark_columns(const Call& c, const uint4* kept, uint32_t low, uint32_t span) {
+  constexpr int kFewMarked = 8, kAtOnce = 4;  // columns of a thread; fours
+  const uint4* mine = kept + kept_at(c, threadIdx.x);
+  uint32_t bits = 0;
+  for (int first = 0; first < c.fours; first += kAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint4 keys = first + i < c.fours ? mine[first + i] : make_uint4(0, 0, 0, 0);
+      const uint32_t active = (keys.x - low <= span ? 1 : 0) | (keys.y - low <= span ? 2 : 0) | (keys.z - low <= span ? 4 : 0) |
+                              (keys.w - low <= span ? 8 : 0);
+      bits |= active << 4 * (first + i);
+    }
+  }
+  return {bits, __reduce_max_sync(kAll, __popc(bits)) <= kFewMarked};
+}
+
+// Histogram of this block's columns from `low` to `low` + `span`, 2^shift values a bin, where they are many.
 template <typename Source>
-__device__ __forceinline__ Marks count_columns(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t low,
-                                               uint32_t span, int shift) {
+__device__ __forceinline__ void count_many(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t low,
+                                           uint32_t span, int shift) {
   constexpr int kFew = 16;  // of a warp's 128 columns: then equal ones are not worth looking for
-  uint32_t bits = 0, equal = 0;
-  sweep<Source>(c, at, kept, [&](int four, const uint4& keys) {
+  uint32_t equal = 0;
+  sweep<Source>(c, at, kept, [&](int, const uint4& keys) {
     const uint32_t above[4] = {keys.x - low, keys.y - low, keys.z - low, keys.w - low};
     uint32_t active = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) active |= (above[i] <= span) << i;
-    bits |= active << (4 * four & 31);
+    for (int i = 0; i < 4; ++i) active += above[i] <= span;
     if (span == 0) {
-      equal += __popc(active);
+      equal += active;
       return;
     }
-    const int all = __reduce_add_sync(kAll, __popc(active));
+    const int all = __reduce_add_sync(kAll, active);
     if (all == 0) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -194,12 +210,22 @@ __device__ __forceinline__ Marks count_columns(const Call& c, const Place& at, c
       }
     }
   });
-  if (span == 0) {
-    equal = __reduce_add_sync(kAll, equal);
-    if (at.lane == 0 && equal != 0) atomicAdd(&bins[0], equal);
+  equal = __reduce_add_sync(kAll, equal);
+  if (at.lane == 0 && equal != 0) atomicAdd(&bins[0], equal);
+}
+
+// The same histogram, however many they are. Returns which they are.
+template <typename Source>
+__device__ __forceinline__ Marks count_columns(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t low,
+                                               uint32_t span, int shift) {
+  const Marks marks = c.cached ? mark_columns(c, kept, low, span) : Marks{0, false};
+  if (marks.few) {
+    visit_marked(c, kept, marks, [&](int, uint32_t key) { atomicAdd(&bins[(key - low) >> shift], 1); });
+    __syncwarp();
+  } else {
+    count_many<Source>(c, at, kept, bins, low, span, shift);
   }
-  constexpr int kFewMarked = 4;  // of a thread
-  return {bits, c.cached && __reduce_max_sync(kAll, __popc(bits)) <= kFewMarked};
+  return marks;
 }
 
 // Finds the highest bin of the cluster's histograms at which the count from above reaches `wanted`. Returns how many columns were
