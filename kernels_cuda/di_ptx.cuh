@@ -149,12 +149,13 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t b
                "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-// A value to the same-named place `to` of block `rank` of the cluster; its 16 bytes complete on `barrier` there.
-__device__ __forceinline__ void store_cluster(float4* to, const float4& value, uint64_t* barrier, uint32_t rank) {
+// From this block to the same-named place `to` of another block of the cluster, where it completes on `barrier`. Both addresses and
+// `bytes`: multiples of 16.
+__device__ __forceinline__ void bulk_copy_cluster(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint32_t rank) {
   asm volatile(
-      "{ .reg .b32 place, full; mapa.shared::cluster.u32 place, %0, %6; mapa.shared::cluster.u32 full, %5, %6;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%1, %2, %3, %4}, [full]; }" ::"r"(shared_address(to)),
-      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(shared_address(barrier)), "r"(rank) : "memory");
+      "{ .reg .b32 place, full; mapa.shared::cluster.u32 place, %0, %4; mapa.shared::cluster.u32 full, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [place], [%1], %2, [full]; }" ::"r"(shared_address(to)),
+      "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 
 // From shared to global memory; returns once the bytes are there. `bytes`, both addresses: multiples of 16.

@@ -4,7 +4,8 @@
 // warpgroup expands its weights in registers and multiplies, and a few warps expand the rows to sub-tiles in shared memory, steps
 // in turn, so that their waits hide one another. Weights are on their way before the block has met, and before the kernel that
 // makes the rows has ended. Where the scales of each weight tile and of each row lie within 2^12, everything is expanded to F16,
-// one instruction for two codes, else to BF16: all products are exact and no operand is subnormal, so the bits are the same.
+// one instruction for two codes, else to BF16: all products are exact and no operand is subnormal, so the bits are the same. That
+// is known once all warps have looked at the scales of some rows each.
 #pragma once
 
 #include "linear_combine.cuh"
@@ -13,32 +14,61 @@
 
 namespace di::linear {
 
+// words: the scales of the warp's weight rows; top: of their window, 0 where F16 is not used.
 template <typename C>
-__device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Problem& p, const FewPlan& plan, const FewWork& w,
-                                            int id) {
+__device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id,
+                                            int valid, uint32_t words, uint32_t top) {
   FewConsumer<C> consumer(shared, p, w, id);
-  uint32_t words = consumer.load_scales();
-  const uint32_t first = __shfl_sync(0xFFFFFFFFu, words, 0);
-  const uint32_t top = half_window(id % 32 < w.steps ? words : first, kLeastWeightScale, kMostWeightScale);
-  wait_for_predecessor();
-  const int valid = valid_rows(p);
   float sums[C::T / 2];
   float undo = 1.0f;
-  if (agree<C>(top != 0)) {
+  if (top != 0) {
     undo = half_undo(top);
     consumer.template multiply<true>(sums, half_exponents(words, top));
   } else {
     consumer.template multiply<false>(sums, words);
   }
+  const Problem& q = shared.call().problem;
+  const FewPlan& late = shared.call().plan;
   if constexpr (C::kSlices == kApart) {
     consumer.stage(p.partial + static_cast<int64_t>(w.tile * p.slices + w.slice) * (C::T * kTilePitch), kTilePitch, sums, undo);
   } else {
     named_barrier_sync(3, C::kConsumers);  // all have read the stages, which the sums now replace
     consumer.stage(shared.tile(), C::kPitch, sums, undo);
+    if (C::kSlices == kJoined) fence_proxy_async();
     named_barrier_sync(3, C::kConsumers);
-    if constexpr (C::kSlices == kJoined) store_joined<C>(shared, p, plan, w, id, valid);
-    else if constexpr (C::kSlices == kNear) store_near<C>(shared, p, plan, w, id, valid);
-    else store_whole<C>(shared, p, w, id, valid);
+    if (C::kSlices == kJoined) cluster_wait();  // the others can be sent to
+    if constexpr (C::kSlices == kJoined) store_joined<C>(shared, q, late, w, id, valid);
+    else if constexpr (C::kSlices == kNear) store_near<C>(shared, q, late, w, id, valid);
+    else store_whole<C>(shared, q, w, id, valid);
+  }
+}
+
+// The warps that multiply (id: from 0) and those that expand rows (from kConsumers on).
+template <typename C>
+__device__ __forceinline__ void work_few(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id) {
+  const bool consumes = id < C::kConsumers;
+  uint32_t words = 0x7F7F7F7Fu, top = 127;
+  if (consumes) {
+    words = load_weight_scales<C>(p, w, id);
+    const uint32_t first = __shfl_sync(0xFFFFFFFFu, words, 0);
+    top = half_window(id % 32 < w.steps ? words : first, kLeastWeightScale, kMostWeightScale);
+  }
+  wait_for_predecessor();
+  const int valid = valid_rows(p);
+  const bool half = keep_few_scales<C>(shared, p, w, valid, id / 32, top != 0);
+  if (consumes) {
+    if constexpr (C::kUneven) registers_up<C::kConsumerRegisters>();
+    consume_few<C>(shared, p, w, id, valid, words, half ? top : 0);
+  } else {
+    if constexpr (C::kUneven) registers_down<C::kExpanderRegisters>();
+    if (half) {
+      expand_steps<C, true>(shared, w, id - C::kConsumers);
+    } else {
+      keep_plain_scales<C>(shared, p, w, valid, id - C::kConsumers);
+      expand_steps<C, false>(shared, w, id - C::kConsumers);
+    }
+    __syncwarp();
+    if (C::kSlices == kJoined) cluster_wait();
   }
 }
 
@@ -55,6 +85,8 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
     for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_full(i), 1);
     fence_mbarrier_init();
     copy_first_weights<C>(shared, &weight_map, p, w);
+  } else if (id == C::kExpanders + 32) {
+    shared.call() = {p, plan};
   } else if (id == 0) {
 #pragma unroll
     for (int i = 0; i < C::kRowStages; ++i) {
@@ -78,19 +110,12 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
   __syncthreads();
   launch_dependents();
   if (C::kSlices == kJoined) cluster_arrive();
-  if (id < 0) {
-    if (C::kSlices == kJoined) cluster_wait();  // the others can be sent to
-    consume_few<C>(shared, p, plan, w, threadIdx.x);
+  if (id < C::kExpanders) {
+    work_few<C>(shared, p, w, threadIdx.x);
   } else {
-    if (id < C::kExpanders) {
-      wait_for_predecessor();
-      if (keep_few_scales<C>(shared, p, w, valid_rows(p), id)) expand_steps<C, true>(shared, w, id);
-      else expand_steps<C, false>(shared, w, id);
-    } else if (id == C::kExpanders) {
-      copy_few_weights<C>(shared, &weight_map, p, w);
-    } else if (id == C::kExpanders + 32) {
-      copy_few_rows<C>(shared, &row_map, p, w);
-    }
+    if constexpr (C::kUneven) registers_down<C::kCopierRegisters>();
+    if (id == C::kExpanders) copy_few_weights<C>(shared, &weight_map, p, w);
+    else if (id == C::kExpanders + 32) copy_few_rows<C>(shared, &row_map, p, w);
     __syncwarp();
     if (C::kSlices == kJoined) cluster_wait();
   }

@@ -8,59 +8,63 @@ namespace di::linear {
 
 constexpr int kMostNearSlices = 4;
 
-// Rows first .. stop, eight columns a thread: part(to, slice, row, column) reads their sums.
-template <typename C, int kMost, typename Part>
+// Rows first .. stop, eight columns of kAtOnce rows a thread: part(to, slice, row, column) reads a row's sums.
+template <typename C, int kMost, int kAtOnce, typename Part>
 __device__ __forceinline__ void add_slices(const Problem& p, const FewWork& w, int id, int slices, int first, int stop, int valid,
                                            const Part& part) {
   constexpr int kLanes = C::kFeatures / 8, kRows = C::kConsumers / kLanes;
   const int column = id % kLanes * 8;
 #pragma unroll 1
-  for (int base = first; base < stop; base += kRows) {
-    const int row = base + id / kLanes;
-    float4 parts[kMost][2];  // all on their way before the first is used
+  for (int base = first; base < stop; base += kRows * kAtOnce) {
+    float4 parts[kAtOnce][kMost][2];  // all on their way before the first is used
 #pragma unroll
-    for (int slice = 0; slice < kMost; ++slice)
-      if (slice < slices && row < stop) part(parts[slice], slice, row, column);
-    float v[8] = {};
+    for (int r = 0; r < kAtOnce; ++r) {
+      const int row = base + id / kLanes + r * kRows;
 #pragma unroll
-    for (int slice = 0; slice < kMost; ++slice)
-      if (slice < slices && row < stop) {
-        const float4 a = parts[slice][0], b = parts[slice][1];
-        const float more[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+      for (int slice = 0; slice < kMost; ++slice)
+        if (slice < slices && row < stop) part(parts[r][slice], slice, row, column);
+    }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = slice == 0 ? more[i] : v[i] + more[i];
-      }
-    store_unit(p, row, w.at.group, w.at.feature_tile * C::kFeatures + column, row < stop && row < valid, v);
+    for (int r = 0; r < kAtOnce; ++r) {
+      const int row = base + id / kLanes + r * kRows;
+      float v[8] = {};
+#pragma unroll
+      for (int slice = 0; slice < kMost; ++slice)
+        if (slice < slices && row < stop) {
+          const float4 a = parts[r][slice][0], b = parts[r][slice][1];
+          const float more[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+          for (int i = 0; i < 8; ++i) v[i] = slice == 0 ? more[i] : v[i] + more[i];
+        }
+      store_unit(p, row, w.at.group, w.at.feature_tile * C::kFeatures + column, row < stop && row < valid, v);
+    }
   }
 }
 
 // The only slice.
 template <typename C>
 __device__ __forceinline__ void store_whole(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id, int valid) {
-  add_slices<C, 1>(p, w, id, 1, 0, C::T, valid, [&](float4 (&to)[2], int, int row, int column) {
+  add_slices<C, 1, 1>(p, w, id, 1, 0, C::T, valid, [&](float4 (&to)[2], int, int row, int column) {
     const float4* at = reinterpret_cast<const float4*>(shared.tile() + row * C::kPitch + column);
     to[0] = at[0], to[1] = at[1];
   });
 }
 
-// Blocks of a cluster: each sends each of the others its rows of the tile, and reads its own where they are.
+// Blocks of a cluster: each sends each of the others its rows of the tile, and adds its own from where they are.
 template <typename C>
 __device__ __forceinline__ void store_joined(const FewShared<C>& shared, const Problem& p, const FewPlan& plan, const FewWork& w,
                                              int id, int valid) {
-#pragma unroll 1
-  for (int i = 1; i < p.slices; ++i) {
-    const int to = (w.slice + i) % p.slices, row = plan.row[to], quarters = (plan.row[to + 1] - row) * (C::kPitch / 4);
-    const float4* from = reinterpret_cast<const float4*>(shared.tile() + row * C::kPitch);
-    float4* place = reinterpret_cast<float4*>(shared.received()) + w.slice * quarters;
-#pragma unroll 4
-    for (int at = id; at < quarters; at += C::kConsumers) store_cluster(place + at, from[at], shared.sums_full(), to);
-  }
   const int first = plan.row[w.slice], stop = plan.row[w.slice + 1];
+  if (id < p.slices && id != w.slice) {
+    const int row = plan.row[id], rows = plan.row[id + 1] - row;
+    bulk_copy_cluster(shared.received() + w.slice * rows * C::kPitch, shared.tile() + row * C::kPitch, rows * C::kPitch * 4,
+                      shared.sums_full(), id);
+  }
   mbarrier_wait_cluster(shared.sums_full(), 0);
-  add_slices<C, kMostSlices>(p, w, id, p.slices, first, stop, valid, [&](float4 (&to)[2], int slice, int row, int column) {
-    const float* there = shared.received() + (slice * (stop - first) + row - first) * C::kPitch;
-    const float* from = (slice == w.slice ? shared.tile() + row * C::kPitch : there) + column;
-    const float4* at = reinterpret_cast<const float4*>(from);
+  add_slices<C, kMostSlices, 1>(p, w, id, p.slices, first, stop, valid, [&](float4 (&to)[2], int slice, int row, int column) {
+    const float* tile = shared.tile() + row * C::kPitch;
+    const float* from = slice == w.slice ? tile : shared.received() + (slice * (stop - first) + row - first) * C::kPitch;
+    const float4* at = reinterpret_cast<const float4*>(from + column);
     to[0] = at[0], to[1] = at[1];
   });
 }
@@ -106,12 +110,13 @@ __device__ __forceinline__ void store_near(const FewShared<C>& shared, const Pro
     __syncwarp();
   }
   named_barrier_sync(3, C::kConsumers);
-  add_slices<C, kMostNearSlices>(p, w, id, slices, first, stop, valid, [&](float4 (&to)[2], int slice, int row, int column) {
+  const auto part = [&](float4 (&to)[2], int slice, int row, int column) {
     const float4* own = reinterpret_cast<const float4*>(shared.tile() + row * C::kPitch + column);
     const float4* from = reinterpret_cast<const float4*>(partial + (slice * C::T + row) * C::kFeatures + column);
     if (slice == w.slice) to[0] = own[0], to[1] = own[1];
     else to[0] = __ldcg(from), to[1] = __ldcg(from + 1);
-  });
+  };
+  add_slices<C, kMostNearSlices, C::T == 64 ? 2 : 1>(p, w, id, slices, first, stop, valid, part);
 }
 
 }  // namespace di::linear

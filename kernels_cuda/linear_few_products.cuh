@@ -54,15 +54,6 @@ struct FewConsumer {
     wgmma_commit();
   }
 
-  // The scales of this warp's weight rows: lane i has the word of step i.
-  __device__ __forceinline__ uint32_t load_scales() const {
-    const int blocks = (p.n + 31) / 32, columns = p.scale_columns(), lane = thread % 32;
-    const int block = min(w.at.feature_tile * (C::kFeatures / 32) + warpgroup * 2 + lane_row / 32, blocks - 1);
-    const bool words = (reinterpret_cast<uintptr_t>(p.w_scale) | columns) % 4 == 0;
-    const uint8_t* from = p.w_scale + static_cast<int64_t>(w.at.group * blocks + block) * columns;
-    return scale_word(from, (w.start + lane) * 4, columns, words, lane < w.steps);
-  }
-
   // sums = the slice of W x^T, without the operands' factors. words: of load_scales, where `half` as half_exponents.
   template <bool half>
   __device__ __forceinline__ void multiply(float (&sums)[C::T / 2], uint32_t words) {

@@ -59,46 +59,65 @@ __device__ __forceinline__ uint32_t high_values(uint32_t word, const Factor& fac
 // Whether all threads that expand and consume say yes.
 template <typename C>
 __device__ __forceinline__ bool agree(bool yes) {
+  __syncwarp();
   return named_barrier_all(1, C::kConsumers + C::kExpanders, yes);
 }
 
-// Keeps a slice's scales of all rows in shared memory, and what undoes a row's. Says whether F16 is used.
+// The scales of this warp's weight rows: lane i has the word of step i.
+template <typename C>
+__device__ __forceinline__ uint32_t load_weight_scales(const Problem& p, const FewWork& w, int id) {
+  const int blocks = (p.n + 31) / 32, columns = p.scale_columns(), lane = id % 32;
+  const int block = min(w.at.feature_tile * (C::kFeatures / 32) + id / 128 * 2 + id % 128 / 64, blocks - 1);
+  const bool words = (reinterpret_cast<uintptr_t>(p.w_scale) | columns) % 4 == 0;
+  const uint8_t* from = p.w_scale + static_cast<int64_t>(w.at.group * blocks + block) * columns;
+  return scale_word(from, (w.start + lane) * 4, columns, words, lane < w.steps);
+}
+
+// Keeps a slice's scales of all rows in shared memory as exponents of F16 factors, and what undoes a row's. All warps that expand
+// and consume call it, each for some rows. Says whether F16 is used: its window has the scales of each row and `weights_fit`.
 template <typename C>
 __device__ __forceinline__ bool keep_few_scales(const FewShared<C>& shared, const Problem& p, const FewWork& w, int valid,
-                                                int thread) {
-  constexpr int kWarps = C::kExpanders / 32, kItems = C::T / kWarps;
-  const int lane = thread % 32, warp = thread / 32, columns = p.scale_columns(), column = (w.start + lane) * 4;
+                                                int warp, bool weights_fit) {
+  constexpr int kWarps = (C::kConsumers + C::kExpanders) / 32, kItems = (C::T + kWarps - 1) / kWarps;
+  const int lane = threadIdx.x % 32, columns = p.scale_columns(), column = (w.start + lane) * 4;
   const uint8_t* from = p.x_scale + static_cast<int64_t>(w.at.group) * columns;
   const bool words = (reinterpret_cast<uintptr_t>(from) | p.x_scale_stride | columns) % 4 == 0;
-  constexpr int kOnce = kItems < 8 ? kItems : 8;
-  bool fit = true;
-#pragma unroll 1
-  for (int base = 0; base < C::T; base += kOnce * kWarps) {
-    uint32_t four[kOnce];
+  uint32_t four[kItems];
 #pragma unroll
-    for (int i = 0; i < kOnce; ++i) {
-      const int row = base + warp + i * kWarps;
-      four[i] = scale_word(from + row * p.x_scale_stride, column, columns, words, row < valid && lane < w.steps);
-    }
-#pragma unroll
-    for (int i = 0; i < kOnce; ++i) {
-      const int row = base + warp + i * kWarps;
-      const uint32_t first = __shfl_sync(0xFFFFFFFFu, four[i], 0);
-      const uint32_t top = half_window(lane < w.steps ? four[i] : first, kLeastRowScale, kMostRowScale);
-      fit = fit && top != 0;
-      shared.scales()[row * kScalePitch + lane] = half_exponents(four[i], top);
-      if (lane == 0) shared.undo()[row] = half_undo(top);
-    }
+  for (int i = 0; i < kItems; ++i) {  // before it is known which rows are valid
+    const int row = warp + i * kWarps;
+    four[i] = scale_word(from + row * p.x_scale_stride, column, columns, words, row < min(C::T, p.rows) && lane < w.steps);
   }
-  if (agree<C>(fit)) return true;
+  bool fit = weights_fit;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int row = warp + i * kWarps;
+    if (row >= C::T) continue;
+    if (row >= valid) four[i] = 0x7F7F7F7Fu;
+    const uint32_t first = __shfl_sync(0xFFFFFFFFu, four[i], 0);
+    const uint32_t top = half_window(lane < w.steps ? four[i] : first, kLeastRowScale, kMostRowScale);
+    fit = fit && top != 0;
+    shared.scales()[row * kScalePitch + lane] = half_exponents(four[i], top);
+    if (lane == 0) shared.undo()[row] = half_undo(top);
+  }
+  return agree<C>(fit);
+}
+
+// The scales as they are, for BF16; by the warps that expand rows.
+template <typename C>
+__device__ __forceinline__ void keep_plain_scales(const FewShared<C>& shared, const Problem& p, const FewWork& w, int valid,
+                                                  int thread) {
+  const int lane = thread % 32, columns = p.scale_columns(), column = (w.start + lane) * 4;
+  const uint8_t* from = p.x_scale + static_cast<int64_t>(w.at.group) * columns;
+  const bool words = (reinterpret_cast<uintptr_t>(from) | p.x_scale_stride | columns) % 4 == 0;
 #pragma unroll 1
-  for (int row = warp; row < C::T; row += kWarps) {
+  for (int row = thread / 32; row < C::T; row += C::kExpanders / 32) {
     shared.scales()[row * kScalePitch + lane] =
         scale_word(from + row * p.x_scale_stride, column, columns, words, row < valid && lane < w.steps);
     if (lane == 0) shared.undo()[row] = 1.0f;
   }
+  __syncwarp();
   named_barrier_sync(2, C::kExpanders);
-  return false;
 }
 
 // A lane's part of a step: 64 codes of a row, sub-tile `h`: pieces 2 q + h, whose word s is k16 step s.
@@ -128,7 +147,7 @@ __device__ __forceinline__ void expand_row(uint32_t to, uint32_t from, uint32_t 
 template <typename C, bool half>
 __device__ __forceinline__ void expand_steps(const FewShared<C>& shared, const FewWork& w, int thread) {
   constexpr int kStride = C::kExpanders / 32 / C::kParts;
-  static_assert(kStride <= C::kRowStages && kStride <= C::kRawStages);
+  static_assert(C::kRowStages % kStride == 0 && C::kRawStages % kStride == 0);  // a stage has the same warps always
   const int lane = thread % 32, part = thread / 32 % C::kParts, first = thread / 32 / C::kParts;
   int raw = first, rows = first;
   uint32_t raw_parity = 0, row_parity = 0;
@@ -137,14 +156,9 @@ __device__ __forceinline__ void expand_steps(const FewShared<C>& shared, const F
     mbarrier_wait(shared.raw_full(raw), raw_parity);
     mbarrier_wait(shared.rows_empty(rows), row_parity ^ 1);
     const uint32_t from = shared_address(shared.raw(raw)), to = shared_address(shared.rows(rows));
-    const int row = C::T == 16 ? lane % 16 : part * 32 + lane;
+    const int row = C::T == 16 ? lane % 16 : part / 2 * 32 + lane, sub_tile = C::T == 16 ? lane / 16 : part % 2;
     const uint32_t four = shared.scales()[row * kScalePitch + step];
-    if constexpr (C::T == 16) {
-      expand_row<half>(to + lane / 16 * (C::T * 128), from, four, row, lane / 16);
-    } else {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) expand_row<half>(to + h * (C::T * 128), from, four, row, h);
-    }
+    expand_row<half>(to + sub_tile * (C::T * 128), from, four, row, sub_tile);
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.rows_full(rows));

@@ -7,16 +7,32 @@
 
 namespace di::linear {
 
+// What the host divides, so that a block begins without divisions. Block (slice, feature tile, group).
+struct FewPlan {
+  uint64_t* flags;  // kNear: [tiles][to slice][from slice] in the workspace
+  uint64_t nonce;   // of this call
+  uint16_t step[kMostSlices + 1], row[kMostSlices + 1];  // where a slice begins, and the rows of a tile that its block adds
+};
+
+// What a block needs at its end, in shared memory: parameters are fetched from memory where they are used first.
+struct FewCall {
+  Problem problem;
+  FewPlan plan;
+};
+
 // G: warpgroups that multiply, 64 weight rows each. Slices meet as in linear_stages.cuh, or kNear (linear_few_meet.cuh).
 template <int T_, int G_, Slices kSlices_>
 struct FewConfig {
   static constexpr int T = T_, G = G_, kFeatures = 64 * G;
   static constexpr Slices kSlices = kSlices_;
-  static constexpr int kConsumers = 128 * G, kExpanders = G == 2 ? 128 : 64, kThreads = kConsumers + kExpanders + 64;
-  static constexpr int kRowStages = G == 2 ? 4 : 3, kRawStages = G == 2 ? 4 : 3;
+  static constexpr int kConsumers = 128 * G, kExpanders = G == 2 && T > 16 ? 256 : 128, kThreads = kConsumers + kExpanders + 128;
+  static constexpr bool kUneven = T == 64;  // warpgroups have as many registers as their work needs
+  static constexpr int kConsumerRegisters = G == 2 ? 128 : 96, kExpanderRegisters = 72, kCopierRegisters = 24;
+  static constexpr int kRowStages = G == 4 && T == 64 ? 3 : 4, kRawStages = kRowStages;
   static constexpr int kWeightStages = G == 2 ? (T == 64 && kSlices == kJoined ? 5 : T == 64 ? 6 : 8) : 4;
+  static constexpr int kEarlySteps = G == 2 ? 3 : 1;  // whose weights are copied before the rows are there
   static constexpr int kRowStage = T * 256, kRawStage = T * kChunk, kWeightStage = kFeatures * kChunk;
-  static constexpr int kParts = T <= 32 ? 1 : T / 32;  // warps that expand a step of rows
+  static constexpr int kParts = T / 16;  // warps that expand a step of rows: 32 rows of a sub-tile each, or 16 of both
   static constexpr int kPitch = kFeatures + 4;
   static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 1;
   static constexpr int kRaw = kRowStages * kRowStage, kWeights = kRaw + kRawStages * kRawStage;
@@ -24,15 +40,9 @@ struct FewConfig {
   static constexpr int kScales = kReceived + (kSlices == kJoined ? (T + 8) * kPitch * 4 : 0);
   static constexpr int kUndo = kScales + T * kScalePitch * 4;
   static constexpr int kBarrierPlace = (kUndo + T * 4 + 7) / 8 * 8;
-  static constexpr int kShared = kBarrierPlace + kBarriers * 8;
+  static constexpr int kCall = kBarrierPlace + (kBarriers + 1) / 2 * 16;
+  static constexpr int kShared = kCall + sizeof(FewCall);
   static_assert(kShared <= 232448 && T * kPitch * 4 <= kReceived && kRaw % 1024 == 0 && kWeights % 1024 == 0);
-};
-
-// What the host divides, so that a block begins without divisions. Block (slice, feature tile, group).
-struct FewPlan {
-  uint64_t* flags;  // kNear: [tiles][to slice][from slice] in the workspace
-  uint64_t nonce;   // of this call
-  uint16_t step[kMostSlices + 1], row[kMostSlices + 1];  // where a slice begins, and the rows of a tile that its block adds
 };
 
 // What a block does: a tile and the steps of a slice.
@@ -59,6 +69,7 @@ struct FewShared {
   __device__ float* received() const { return reinterpret_cast<float*>(base + C::kReceived); }
   __device__ uint32_t* scales() const { return reinterpret_cast<uint32_t*>(base + C::kScales); }
   __device__ float* undo() const { return reinterpret_cast<float*>(base + C::kUndo); }
+  __device__ FewCall& call() const { return *reinterpret_cast<FewCall*>(base + C::kCall); }
   __device__ uint64_t* barrier(int i) const { return reinterpret_cast<uint64_t*>(base + C::kBarrierPlace) + i; }
   __device__ uint64_t* rows_full(int stage) const { return barrier(stage); }
   __device__ uint64_t* rows_empty(int stage) const { return barrier(C::kRowStages + stage); }
@@ -81,16 +92,20 @@ __device__ __forceinline__ void copy_few_step(const FewShared<C>& shared, const 
     tensor_copy(shared.weights(stage) + part * (kTileFeatures * kChunk), map, (w.start + step) * kChunk,
                 row + part * kTileFeatures, shared.weights_full(stage));
 }
-// The steps that fill the stages at first; this thread makes their barriers.
+// The first steps, while the kernel before still runs; this thread makes their barriers. Not as many as there are stages: the
+// rows' scales, for which all wait then, would queue behind them.
 template <typename C>
 __device__ __forceinline__ void copy_first_weights(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
                                                    const FewWork& w) {
 #pragma unroll 1
-  for (int step = 0; step < min(w.steps, C::kWeightStages); ++step) copy_few_step<C>(shared, map, p, w, step, step);
+  for (int step = 0; step < min(w.steps, C::kEarlySteps); ++step) copy_few_step<C>(shared, map, p, w, step, step);
 }
 template <typename C>
 __device__ __forceinline__ void copy_few_weights(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
                                                  const FewWork& w) {
+  wait_for_predecessor();
+#pragma unroll 1
+  for (int step = C::kEarlySteps; step < min(w.steps, C::kWeightStages); ++step) copy_few_step<C>(shared, map, p, w, step, step);
   Ring<C::kWeightStages> ring;
 #pragma unroll 1
   for (int step = C::kWeightStages; step < w.steps; ++step) {
@@ -103,6 +118,7 @@ template <typename C>
 __device__ __forceinline__ void copy_few_rows(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
                                               const FewWork& w) {
   Ring<C::kRawStages> ring;
+  prefetch_tensor_map(map);
   wait_for_predecessor();
 #pragma unroll 1
   for (int step = 0; step < w.steps; ++step) {

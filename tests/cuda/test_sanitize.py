@@ -75,6 +75,20 @@ def test_a_kernel_gets_the_largest_case_that_is_small_enough():
     assert sanitize._small_case(backend, index, made(lambda call: No("nothing"))) == ""
 
 
+def test_further_cases_are_ones_that_the_kernels_serve():
+    from deepinfer_cuda import native
+    from deepinfer_hal.card import get_card
+    from deepinfer_hal.conformance.cases import parse_case
+    from deepinfer_hal.kernel import Yes
+    from deepinfer_hal.statics import call_spec
+    from deepinfer_hal.weights import WeightHandle
+
+    for op, cases in sanitize.FURTHER.items():
+        for case in map(parse_case, cases):
+            args = get_card(op).generate(case, 3, "cpu", lambda role, stored: WeightHandle(role, stored))
+            assert case.op == op and isinstance(native.supports(call_spec(get_card(op), args)), Yes)
+
+
 TOOL = """#!/bin/sh
 shift 4
 case "$*" in

@@ -35,6 +35,18 @@ FOUND = 86
 MOST_BYTES = 256 << 10
 """A case is the largest of an op that moves no more than this, since the tool slows memory accesses a hundredfold."""
 
+FURTHER = {
+    "linear": [
+        "linear(T=64,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",  # two slices, whose blocks are a cluster
+        "linear(T=20,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",
+        "linear(T=9,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",
+        "linear(T=64,K=768,N=5152,x=u8,w=fp8_block32,out=bf16)",  # three slices, which meet in the workspace
+        "linear(T=33,K=256,N=288,x=u8,w=fp8_block32,out=f32)",  # one slice
+        "linear(T=20,K=256,N=288,x=u8,w=fp8_block32,out=f32)",
+    ],
+}
+"""op -> cases beside that one: a kernel that takes another way for other sizes is to be seen on each of its ways."""
+
 CONTROLS = {"memcheck": 0, "racecheck": 1}
 """Tool -> which planted error of sanitize_control.cu it must find."""
 
@@ -101,12 +113,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _chosen(spec: str, ops: list[str] | None) -> list[tuple[str, str, str]]:
-    """(symbol, op, case id) of every kernel that the backend offers itself."""
+    """(symbol, op, case id) of every kernel that the backend offers itself: a small case, and FURTHER ones that it serves."""
+    from deepinfer_hal.conformance.cases import parse_case
     from deepinfer_hal.registry import open_backend
 
     backend, index = open_backend(spec)
     kernels = [kernel for kernel in backend.kernels(index) if not ops or kernel.op in ops]
-    return [(kernel.symbol, kernel.op, _small_case(backend, index, kernel)) for kernel in kernels]
+    chosen = [(kernel.symbol, kernel.op, _small_case(backend, index, kernel)) for kernel in kernels]
+    for kernel in kernels:
+        served = [case for case in FURTHER.get(kernel.op, []) if _served_bytes(backend, index, kernel, parse_case(case))]
+        chosen += [(kernel.symbol, kernel.op, case) for case in served]
+    return chosen
 
 
 def _small_case(backend, index, kernel) -> str:
