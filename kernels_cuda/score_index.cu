@@ -19,44 +19,64 @@
 namespace di {
 namespace {
 
-// This warpgroup's share of a visit: columns from `first` on, every kStep, to `end`.
-struct Share {
-  static constexpr int kStep = kConsumers * kIndexTile;
-  int first, end;
-  Turn turn;
+// Tiles from the start of a visit to this warpgroup's first.
+__device__ __forceinline__ uint32_t skipped(const Visit& visit) {
+  return (threadIdx.x / 128 + kConsumers - visit.before % kConsumers) % kConsumers;
+}
 
-  __device__ __forceinline__ explicit Share(const Visit& visit) : turn{visit.before + skip(visit)} {
-    first = (visit.first + skip(visit)) * kIndexTile, end = visit.end * kIndexTile;
+// This warpgroup's tiles of a visit, as its places in the ring, each times 8. A round is what lies before the ring's end.
+struct Rounds {
+  static constexpr int kStep = 8 * kConsumers, kRing = 8 * kStages;
+  int at, end;
+  uint32_t parity;
+
+  __device__ __forceinline__ explicit Rounds(const Visit& visit) {
+    const uint32_t index = visit.before + skipped(visit);
+    const int tiles = visit.end - visit.first - static_cast<int>(skipped(visit));
+    at = 8 * (index % kStages), parity = index / kStages & 1;
+    end = at + (tiles + kConsumers - 1) / kConsumers * kStep;
   }
-  // Tiles until its next in the ring.
-  static __device__ __forceinline__ uint32_t skip(const Visit& visit) {
-    return (threadIdx.x / 128 + kConsumers - visit.before % kConsumers) % kConsumers;
-  }
-  __device__ __forceinline__ void advance() { first += kStep, turn.advance(); }
+  __device__ __forceinline__ void next() { at = 8 * (threadIdx.x / 128), end -= kRing, parity ^= 1; }
 };
 
-// A run of one row: every tile once.
+// A run of one row: every tile once. What changes from tile to tile is `at` and `out` alone.
 template <bool pool>
 __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& visit, Shared& s, const Lane& l) {
   const KeptWeights weights(StoredWeights(s, 0));
   const uint32_t against = s.plain[0] != 0 ? 0 : 1;
-  int columns = threadIdx.x % 4 < 2 ? c.columns - l.place : 0, visible = s.visible[0] - (pool ? 0 : l.place);
-  asm volatile("" : "+r"(columns), "+r"(visible));  // kept, not worked out again
   const uint32_t two = load_shared4(shared_address(&s.two));
-  Share at(visit);
-  float* out = c.scores + visit.run.first * c.scores_stride + at.first + l.place;
-  for (; at.first < at.end; at.advance(), out += Share::kStep) {
-    KeyTile tile;
-    const int key = take_tile<pool>(c, s, l, at.turn, at.first, tile);
-    const KeyScales scales[2] = {KeyScales(tile.scales[0]), KeyScales(tile.scales[1])};
-    const bool plain = are_plain(scales[0], scales[1], against);
-    if (__builtin_expect(!plain, 0)) {  // by this warp alone; the products below are of all four, whatever comes of them
-      const float score = score_apart(tile, s, 0);
-      if (at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
+  Rounds rounds(visit);
+  // Column `first + 8 at`, for at below `limit`: without candidates what is behind the last visible one is fill_columns'.
+  const int first = (visit.first + static_cast<int>(skipped(visit))) * kIndexTile + l.place - 8 * rounds.at;
+  const int columns = pool ? c.columns : min(c.columns, s.visible[0]), visible = s.visible[0];
+  float* out = c.scores + visit.run.first * c.scores_stride + first + 8 * rounds.at;
+  int limit = threadIdx.x % 4 < 2 ? (columns - first + 7) >> 3 : INT32_MIN / 2;
+  for (; rounds.at < rounds.end; rounds.next(), limit -= Rounds::kRing) {
+    int end = min(rounds.end, Rounds::kRing);
+    asm volatile("" : "+r"(end));  // kept, not worked out again
+    for (int at = rounds.at; at < end; at += Rounds::kStep, out += kConsumers * kIndexTile) {
+      KeyTile tile;
+      mbarrier_wait_at(l.full + at, rounds.parity);
+      load_keys(at, l, tile);
+      KeyScales scales[2] = {load_scales(at, l, 0), load_scales(at, l, 1)};
+      const float own = own_factor(at, l);
+      const bool plain = are_plain(scales, against);
+      bool seen = true;
+      if (pool) {
+        const int piece = s.first_row[at / 8][l.place >> c.piece_shift];
+        seen = piece >= 0 && piece + (l.place & ((1 << c.piece_shift) - 1)) < visible;
+      }
+      if (__builtin_expect(!plain, 0)) {  // by this warp alone; the products below are of all four, whatever comes of them
+        const float score = score_apart(at, s, 0);
+        if (at < limit) *out = seen ? score : kNoScore;
+        load_keys(at, l, tile);  // again: the call is to leave the common case its registers
+        scales[0] = load_scales(at, l, 0), scales[1] = load_scales(at, l, 1);
+      }
+      give_back(at, l);
+      expand_group(tile, 0, two), expand_group(tile, 1, two);
+      const float score = score_row(tile, scales, l, weights, two, own);
+      if (plain && at < limit) *out = seen ? score : kNoScore;
     }
-    expand_group(tile, 0, two), expand_group(tile, 1, two);
-    const float score = score_row(tile, scales, l, weights, two);
-    if (plain && at.first < columns) *out = (pool ? key : at.first) < visible ? score : kNoScore;
   }
 }
 
@@ -102,30 +122,39 @@ __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visi
   const uint32_t two = load_shared4(shared_address(&s.two));
   uint32_t against = 0;
   for (int r = 0; r < rows; ++r) against |= s.plain[r] != 0 ? 0 : 1;
-  for (Share at(visit); at.first < at.end; at.advance()) {
-    KeyTile tile;
-    const int key = take_tile<false>(c, s, l, at.turn, at.first, tile);
-    const KeyScales scales[2] = {KeyScales(tile.scales[0]), KeyScales(tile.scales[1])};
-    const bool plain = are_plain(scales[0], scales[1], against);
-    float* const out = c.scores + visit.run.first * c.scores_stride + key;
-    RowScores to{s, out, c.scores_stride, key, threadIdx.x % 4 < 2 && key < c.columns};
-    if (__builtin_expect(!plain, 0)) {
-      RowScores each = to;
+  Rounds rounds(visit);
+  int key = (visit.first + static_cast<int>(skipped(visit))) * kIndexTile + l.place;
+  for (; rounds.at < rounds.end; rounds.next()) {
+    const int end = min(rounds.end, Rounds::kRing);
+    for (int at = rounds.at; at < end; at += Rounds::kStep, key += kConsumers * kIndexTile) {
+      KeyTile tile;
+      mbarrier_wait_at(l.full + at, rounds.parity);
+      load_keys(at, l, tile);
+      KeyScales scales[2] = {load_scales(at, l, 0), load_scales(at, l, 1)};
+      const bool plain = are_plain(scales, against);
+      float* const out = c.scores + visit.run.first * c.scores_stride + key;
+      RowScores to{s, out, c.scores_stride, key, threadIdx.x % 4 < 2 && key < c.columns};
+      if (__builtin_expect(!plain, 0)) {
+        RowScores each = to;
 #pragma unroll 1
-      for (int r = 0; r < rows; ++r) each.put(score_apart(tile, s, r), r);
-    }
-    to.there = to.there && plain;
+        for (int r = 0; r < rows; ++r) each.put(score_apart(at, s, r), r);
+        load_keys(at, l, tile);
+        scales[0] = load_scales(at, l, 0), scales[1] = load_scales(at, l, 1);
+      }
+      give_back(at, l);
+      to.there = to.there && plain;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) expand_group(tile, g, two);
-    score_plain_rows(to, tile, scales, s, l, rows);
+      for (int g = 0; g < kGroups; ++g) expand_group(tile, g, two);
+      score_plain_rows(to, tile, scales, s, l, rows);
+    }
   }
 }
 
+// -inf for columns from `first` to `end` of all rows of a run.
 __device__ __forceinline__ void fill_columns(const IndexCall& c, const IndexRun& run, int first, int end) {
-  const int last = min(end * kIndexTile, c.columns);
   for (int r = 0; r < run.rows; ++r) {
     float* out = c.scores + (run.first + r) * c.scores_stride;
-    for (int column = first * kIndexTile + threadIdx.x; column < last; column += 128 * kConsumers) out[column] = kNoScore;
+    for (int column = first + threadIdx.x; column < min(end, c.columns); column += 128 * kConsumers) out[column] = kNoScore;
   }
 }
 
@@ -201,8 +230,9 @@ __device__ __forceinline__ void consume(const IndexCall& c, Shared& s) {
     const Visit& visit = s.visits[slot];
     if (visit.run.rows == 0) return;
     if (visit.first < visit.end) load_queries(c, visit.run, s);
-    if (visit.fill < visit.fill_end) fill_columns(c, visit.run, visit.fill, visit.fill_end);
+    if (visit.fill < visit.fill_end) fill_columns(c, visit.run, visit.fill * kIndexTile, visit.fill_end * kIndexTile);
     if (pool || visit.run.rows == 1) {
+      if (!pool) fill_columns(c, visit.run, max(visit.first * kIndexTile, visit.run.seen), visit.end * kIndexTile);
       score_one_row<pool>(c, visit, s, l);
     } else {
       score_rows(c, visit, s, l);
@@ -254,7 +284,7 @@ bool codes_map(CUtensorMap* map, const di_tensor& cache, int block_rows, int pie
   const cuuint32_t box[3] = {128, static_cast<cuuint32_t>(piece_rows / 2), 1}, steps[3] = {1, 1, 1};
   const EncodeTiled encode = tensor_map_encoder();
   return encode != nullptr && encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, cache.data, sizes, pitches, box, steps,
-                                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -59,6 +59,24 @@ __device__ __forceinline__ void copy_tiles(const IndexCall& c, const CUtensorMap
   const uint32_t bytes = piece_rows * (kCodes + kGroups);
   const uint64_t policy = run.rows == 1 ? evict_first_policy() : evict_normal_policy();  // one row's keys are read once
   uint32_t number = index + skip;
+  if (!pool && pieces == 1) {  // the same with less to work out, as most calls are: tiles below `end` are there
+    for (int base = first + skip; base < end; base += 32 * kProducers) {
+      const Piece at = find_piece<false>(c, run, base + lane * kProducers, 0, end);
+      const int inside = at.row % c.block_rows, count = min(32, (end - base + kProducers - 1) / kProducers);
+      const uint8_t* const scales = c.cache + at.block * c.block_stride + c.block_rows * kCodes + inside * kGroups;
+      for (int t = 0; t < count; ++t, number += kProducers) {
+        const uint32_t stage = number % kStages;
+        mbarrier_wait(&s.empty[stage], (number / kStages & 1) ^ 1);
+        if (lane == t) {
+          mbarrier_arrive_expect(&s.full[stage], kIndexTile * (kCodes + kGroups));
+          tensor_copy3_hint(s.keys[stage], map, 0, inside / 2, at.block, &s.full[stage], policy);
+          bulk_copy_hint(s.scales[stage], scales, kIndexTile * kGroups, &s.full[stage], policy);
+        }
+      }
+    }
+    index += end - first;
+    return;
+  }
   for (int base = first + skip; base < end; base += tiles * kProducers) {
     const Piece at = find_piece<pool>(c, run, base + lane / pieces * kProducers, lane % pieces * piece_rows, end);
     const uint32_t valid = __ballot_sync(0xFFFFFFFFu, at.there);

@@ -18,7 +18,7 @@ constexpr int kLeastPlain = 112, kMostPlain = 143;  // ue8m0 codes, of a head's 
 static_assert(32 * 36 * (1 + 3 * (1 << kMostOver)) <= 1 << -kDotShift, "the sum over groups of a plain key is below 1");
 constexpr int kConsumers = 4, kConsumerRegisters = 104, kProducerRegisters = 64;  // warpgroups that compute; one copies
 constexpr int kProducers = 4;  // its warps
-constexpr int kThreads = 128 * (kConsumers + 1), kStages = 32, kVisits = 4, kPieces = 8;
+constexpr int kThreads = 128 * (kConsumers + 1), kStages = 16, kVisits = 4, kPieces = 8;
 constexpr int kQueriesReady = 1, kCosted = 2, kPlanned = 3;  // named barriers: of the consumers, of all, of the copying warps
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8),
               "the block starts with that many registers; waiting for more would never end");

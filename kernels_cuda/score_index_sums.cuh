@@ -85,17 +85,16 @@ __device__ __forceinline__ void multiply_apart(float (&dot)[4], const uint32_t (
 }
 
 // The score for any scales, by a warp for itself: every product is scaled alone. A call, to leave the common case the registers.
-__device__ __noinline__ float score_apart(uint4 words0, uint4 words1, uint2 both, const Shared& s, int r) {
+__device__ __noinline__ float score_apart(uint32_t at, const Shared& s, int r) {
   const int lane = threadIdx.x % 32;
-  const uint32_t words[2][kGroups] = {{words0.x, words0.y, words0.z, words0.w}, {words1.x, words1.y, words1.z, words1.w}};
-  const uint32_t scales[2] = {both.x, both.y};
+  const uint32_t* const scales = s.scales[at / 8] + threadIdx.x % 128 / 32 * 16 + lane / 4;
   KeyTile tile;
+  load_keys(at, lane_of_thread(s), tile);
   Sums total;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    tile.words[0][g] = words[0][g], tile.words[1][g] = words[1][g];
     expand_group(tile, g, 2);
-    const float key[2] = {ue8m0(scales[0] >> (8 * g) & 255), ue8m0(scales[1] >> (8 * g) & 255)};
+    const float key[2] = {ue8m0(scales[0] >> (8 * g) & 255), ue8m0(scales[8] >> (8 * g) & 255)};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int head = 8 * j + lane / 4;
@@ -117,15 +116,10 @@ __device__ __noinline__ float score_apart(uint4 words0, uint4 words1, uint2 both
   return add_heads(total, StoredWeights(s, r));
 }
 
-__device__ __forceinline__ float score_apart(const KeyTile& tile, const Shared& s, int r) {
-  const auto four = [](const uint32_t (&w)[kGroups]) { return make_uint4(w[0], w[1], w[2], w[3]); };
-  return score_apart(four(tile.words[0]), four(tile.words[1]), make_uint2(tile.scales[0], tile.scales[1]), s, r);
-}
-
 // The score for plain keys whose first two groups are expanded; the others are while those are multiplied.
 template <typename Weights>
 __device__ __forceinline__ float score_row(KeyTile& tile, const KeyScales (&scales)[2], const Lane& l, const Weights& weights,
-                                           uint32_t two) {
+                                           uint32_t two, float own) {
   Sums a, b, d;
   start_group(a, tile, l, 0, 0);
   start_group(b, tile, l, 0, 1, true);
@@ -138,7 +132,7 @@ __device__ __forceinline__ float score_row(KeyTile& tile, const KeyScales (&scal
   add_group<2>(a, d, scales);
   wait_group<0>(b);
   add_group<3>(a, b, scales);
-  return add_heads(a, weights) * factor_of(scales);
+  return add_heads(a, weights) * own;
 }
 
 // Row r of several, for plain keys: groups 0 and 1 are under way in `a` and `b`; leaves those of row `next` so in `d` and `b`.
