@@ -1,6 +1,6 @@
 // di_linear and di_grouped_linear: fp8_32 activations times FP8 weights of 32 x 32 blocks, or BF16 times BF16 (linear_tile.cuh
-// says how). The workspace holds activation codes as BF16, 2 K bytes a row where there are more than 64, or the weights' instead
-// where that is less to make, and the sums of slices of K; what does not fit goes in parts.
+// says how). The workspace holds activation codes as BF16, 2 K bytes a row where there are more than 64, and the sums of slices
+// of K; what does not fit goes in parts.
 #include "di_launch.cuh"
 #include "linear_call.cuh"
 #include "linear_combine.cuh"
@@ -19,11 +19,6 @@ using Apart128 = Config<128, kApart, 6, 8>;
 using Apart256 = Config<256, kApart, 4, 6>;
 using Joined128 = Config<128, kJoined, 6, 8>;
 using Joined256 = Config<256, kJoined, 4, 6>;
-
-using Turned160 = Config<160, kOne, 6, 4, kTurned>;
-using Turned256 = Config<256, kOne, 4, 4, kTurned>;
-using TurnedInTurn160 = Config<160, kInTurn, 6, 4, kTurned>;
-using TurnedAside256 = Config<256, kAside, 4, 4, kTurned>;
 
 using DenseInTurn64 = Config<64, kInTurn, 8, 8, kDense>;
 using DenseInTurn128 = Config<128, kInTurn, 6, 6, kDense>;
@@ -72,7 +67,7 @@ int launch(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaSt
     launch_clusters(linear_kernel<C>, grid_of(blocks), C::kThreads, C::kShared, stream, cluster, false, map, row_map, p);
   } else {
     const int64_t parts = tiles * p.chunks() * (C::T / expanded_rows(C::T));
-    expand_codes<C::T, false><<<static_cast<unsigned>(parts), kExpanders, 0, stream>>>(p, p.row_tiles);
+    expand_rows<C::T><<<static_cast<unsigned>(parts), kExpanders, 0, stream>>>(p);
     launch_clusters(linear_kernel<C>, grid_of(blocks), C::kThreads, C::kShared, stream, cluster, true, map, row_map, p);
   }
   if constexpr (C::kSlices == kApart)
@@ -80,68 +75,10 @@ int launch(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaSt
   return finish(e, "linear");
 }
 
-// Expanded rows, or weights, that stay in the L2 cache while they are multiplied.
+// Expanded rows that stay in the L2 cache while they are multiplied.
 constexpr int64_t kCachedBytes = 48 << 20;
 
 int output_bytes(const Problem& p) { return p.output == kFp8 ? 1 : p.output == kF32 ? 4 : 2; }
-
-// The kernels of a turned form over the groups or features p has; p.expanded has room for their weights.
-template <typename C>
-int launch_turned(Problem p, cudaStream_t stream, di_error* e) {
-  CUtensorMap row_map;
-  const int64_t columns = static_cast<int64_t>(p.groups) * p.k, row_tiles = ceil_div(p.rows, C::kTileRows);
-  const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  if (!matrix_map(&row_map, bytes, p.x, p.rows, columns, p.x_stride, C::kTileRows, kChunk, CU_TENSOR_MAP_SWIZZLE_128B))
-    return refuse(e, DI_FAILED, "linear: the driver refuses a map of the rows [%d, %d]", p.rows, p.groups * p.k);
-  const int feature_tiles = static_cast<int>(ceil_div(p.n, C::T)), most = multiprocessors();
-  const int64_t tiles = static_cast<int64_t>(p.groups) * feature_tiles, units = tiles * row_tiles;
-  p.partial = reinterpret_cast<float*>(p.expanded + tiles * p.chunks() * C::T * 256);
-  if (allow_shared<linear_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
-  const int64_t parts = tiles * p.chunks() * (C::T / expanded_rows(C::T));
-  expand_codes<C::T, true><<<static_cast<unsigned>(parts), kExpanders, 0, stream>>>(p, feature_tiles);
-  launch_early(linear_kernel<C>, grid_of(units < most ? units : most), C::kThreads, C::kShared, stream, row_map, row_map, p);
-  return finish(e, "linear");
-}
-
-// p from a group or feature on.
-Problem columns_from(Problem p, int64_t group, int64_t feature) {
-  const int64_t column = group * p.n + feature, blocks = (p.n + 31) / 32;
-  p.x += group * p.k, p.x_scale += group * p.scale_columns();
-  p.w += column * p.k, p.w_scale += (group * blocks + feature / 32) * p.scale_columns();
-  p.out = static_cast<uint8_t*>(p.out) + column * output_bytes(p);
-  if (p.output == kFp8) p.out_scale += column / 32;
-  return p;
-}
-
-// Bytes of the expanded weights that go together at least: of one group, or one tile where there is one group.
-template <typename C>
-int64_t turned_part(const Problem& p) {
-  return static_cast<int64_t>(p.chunks()) * C::T * 256 * (p.groups > 1 ? ceil_div(p.n, C::T) : 1);
-}
-
-// The room for expanded weights in a workspace.
-template <typename C>
-int64_t turned_room(int64_t room) {
-  const int64_t left = room - (C::kSlices == kAside ? static_cast<int64_t>(multiprocessors()) * C::T * kTileFeatures * 4 : 0);
-  return left < kCachedBytes ? left : kCachedBytes;
-}
-
-// Goes through the groups, or the features of one, in as many parts as the room for expanded weights asks for, all about equal.
-template <typename C>
-int start_turned(const Problem& p, int64_t room, cudaStream_t stream, di_error* e) {
-  const bool grouped = p.groups > 1;
-  const int64_t units = grouped ? p.groups : ceil_div(p.n, C::T), parts = ceil_div(units, turned_room<C>(room) / turned_part<C>(p));
-  const int64_t part = ceil_div(units, parts);
-  for (int64_t first = 0; first < units; first += part) {
-    const int64_t count = units - first < part ? units - first : part, feature = grouped ? 0 : first * C::T, left = p.n - feature;
-    Problem q = columns_from(p, grouped ? first : 0, feature);
-    if (grouped) q.groups = static_cast<int>(count);
-    else q.n = static_cast<int>(left < count * C::T ? left : count * C::T);
-    const int status = launch_turned<C>(q, stream, e);
-    if (status != DI_OK) return status;
-  }
-  return DI_OK;
-}
 
 // Goes through the rows in as many parts as the room for expanded rows asks for, all about equal.
 template <typename C>
@@ -170,25 +107,12 @@ int start_apart(Problem p, const CUtensorMap& map, cudaStream_t stream, di_error
   return launch<C>(p, map, map, stream, e);
 }
 
-constexpr int64_t kAsideCost = 8 << 20;  // of sums that a block puts aside and takes back
-
-// What tiles of C cost: multiplications of the block that does most, and what operands made BF16 beforehand and sums that leave
-// their blocks take, in as many.
+// What tiles of C cost: multiplications of the block that does most, and what sums that leave their blocks take, in as many.
 template <typename C>
 int64_t cost(const Problem& p) {
-  const int64_t tiles = ceil_div(p.rows, C::kTileRows) * ceil_div(p.n, C::kTileColumns) * p.groups;
-  const int64_t slices = C::kSplit ? p.slices : 1;
-  const int64_t codes = C::kDense ? 0 : static_cast<int64_t>(C::kTurned ? p.n : p.rows) * p.groups * p.k;
+  const int64_t tiles = ceil_div(p.rows, C::T) * p.feature_tiles() * p.groups, slices = C::kSplit ? p.slices : 1;
   const int64_t sums = C::kSplit && !C::kDense ? static_cast<int64_t>(p.rows) * p.groups * p.n * p.slices : 0;
-  const int64_t aside = C::kSlices == kAside ? (p.slices - 1) * kAsideCost : 0;
-  return ceil_div(tiles * slices, multiprocessors()) * (C::kCost * static_cast<int64_t>(p.k) / slices + aside) + codes * 9 / 4 + sums * 5;
-}
-
-// The same of tiles that have rows of codes in registers, which takes many rows, copied by the copy engine, and scales by words.
-template <typename C>
-int64_t turned_cost(const Problem& p, int64_t room) {
-  const bool words = reinterpret_cast<uintptr_t>(p.x_scale) % 4 == 0 && p.x_scale_stride % 4 == 0 && p.k % kChunk == 0;
-  return p.rows > 256 && p.x_aligned && words && turned_part<C>(p) <= turned_room<C>(room) ? cost<C>(p) : INT64_MAX;
+  return ceil_div(tiles * slices, multiprocessors()) * (C::kCost * static_cast<int64_t>(p.k) / slices) + sums * 5;
 }
 
 int choose_slices(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
@@ -196,10 +120,6 @@ int choose_slices(const Problem& p, const CUtensorMap& map, int64_t room, cudaSt
   if (p.rows <= 128 && fits(128))
     return joins<Joined128>(p) ? launch<Joined128>(p, map, map, stream, e) : start_apart<Apart128>(p, map, stream, e);
   const int64_t in_turn = cost<InTurn160>(p), apart = fits(256) ? cost<Apart256>(p) : INT64_MAX;
-  const int64_t rows = apart < in_turn ? apart : in_turn;
-  const int64_t turned160 = turned_cost<TurnedInTurn160>(p, room), turned256 = turned_cost<TurnedAside256>(p, room);
-  if (turned160 < rows && turned160 < turned256) return start_turned<TurnedInTurn160>(p, room, stream, e);
-  if (turned256 < rows) return start_turned<TurnedAside256>(p, room, stream, e);
   if (fits(256) && (p.rows <= 256 || apart < in_turn))
     return joins<Joined256>(p) ? launch<Joined256>(p, map, map, stream, e) : start_apart<Apart256>(p, map, stream, e);
   return start<InTurn160>(p, map, room, stream, e);
@@ -213,11 +133,7 @@ int choose(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t 
   if (p.rows > 32 && p.rows <= 64 && choose_few<64>(p, map, room, stream, e, &status)) return status;
   if (p.slices > 1) return choose_slices(p, map, room, stream, e);
   if (p.rows <= 128) return start<Rows128>(p, map, room, stream, e);
-  const int64_t rows160 = cost<Rows160>(p), rows256 = cost<Rows256>(p), rows = rows160 < rows256 ? rows160 : rows256;
-  const int64_t turned160 = turned_cost<Turned160>(p, room), turned256 = turned_cost<Turned256>(p, room);
-  if (turned160 < rows && turned160 < turned256) return start_turned<Turned160>(p, room, stream, e);
-  if (turned256 < rows) return start_turned<Turned256>(p, room, stream, e);
-  return rows160 < rows256 ? start<Rows160>(p, map, room, stream, e) : start<Rows256>(p, map, room, stream, e);
+  return cost<Rows160>(p) < cost<Rows256>(p) ? start<Rows160>(p, map, room, stream, e) : start<Rows256>(p, map, room, stream, e);
 }
 
 template <typename C>
@@ -306,7 +222,7 @@ int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream
 
   p.x = data<uint8_t>(x), p.x_stride = row_stride(x);
   p.x_scale = data<uint8_t>(x_scale), p.x_scale_stride = row_stride(x_scale);
-  p.w = data<uint8_t>(w), p.w_scale = data<uint8_t>(w_scale);
+  p.w_scale = data<uint8_t>(w_scale);
   p.chunk = kChunk, p.slices = slices_of(p, 1);
   p.x_aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 16 == 0;
   CUtensorMap map;

@@ -21,10 +21,9 @@ constexpr int kTilePitch = kTileFeatures + 4;  // FP32 sums of a row in the work
 struct Problem {
   const uint8_t* x;        // [rows, groups * k] codes (of BF16 rows a tensor map tells)
   const uint8_t* x_scale;  // [rows, groups * k / 32]
-  const uint8_t* w;        // [groups, n, k] codes, for who does not read them through a tensor map
   const uint8_t* w_scale;  // [groups, ceil(n / 32), k / 32]
   const int32_t* count;    // valid rows of the call, or null
-  uint8_t* expanded;       // x as BF16: [groups][row tiles][k steps][2] sub-tiles; or w: [groups][feature tiles][k steps][2]
+  uint8_t* expanded;       // x as BF16: [groups][row tiles][k steps][2] sub-tiles
   float* partial;          // sums of slices apart: [tiles][slices][tile rows][kTilePitch]
   void* out;               // [rows, groups * n]
   uint8_t* out_scale;      // [rows, groups * n / 32]

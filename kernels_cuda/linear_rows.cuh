@@ -1,4 +1,4 @@
-// Expands fp8_32 rows, or weights, to BF16 tiles in the order in which linear_tile.cuh multiplies them.
+// Expands fp8_32 rows to BF16 tiles in the order in which linear_tile.cuh multiplies them.
 #pragma once
 
 #include "di_launch.cuh"
@@ -13,17 +13,6 @@ struct Piece {
   uint4 codes;
   uint32_t scale;
 };
-
-// Of weight row `row` of all groups, `feature` of its own.
-__device__ __forceinline__ Piece load_weight_piece(const Problem& p, bool inside, int group, int feature, int column) {
-  Piece piece{make_uint4(0, 0, 0, 0), 127};
-  if (!inside) return piece;
-  const int64_t row = static_cast<int64_t>(group) * p.n + feature;
-  const int64_t block = static_cast<int64_t>(group) * ((p.n + 31) / 32) + feature / 32;
-  piece.codes = __ldg(reinterpret_cast<const uint4*>(p.w + row * p.k + column));
-  piece.scale = __ldg(p.w_scale + block * p.scale_columns() + column / 32);
-  return piece;
-}
 
 // Zeros where there is no row or no column.
 __device__ __forceinline__ Piece load_piece(const Problem& p, bool inside, int64_t row, int64_t column) {
@@ -62,18 +51,18 @@ __device__ __forceinline__ void store_piece(uint32_t to, int offset, const Piece
 
 __host__ __device__ constexpr int expanded_rows(int tile_rows) { return tile_rows % 64 == 0 ? 64 : 32; }
 
-// Block (group, tile of T rows or features, k step, part) makes `expanded_rows` rows of two sub-tiles. A thread has piece t % 8
+// Block (group, row tile, k step, part) makes `expanded_rows` rows of two sub-tiles. A thread has piece t % 8
 // of rows 8 (warp / 2) + 2 (lane / 8) + warp % 2 of every 16: the four rows of a warp are all even or all odd, so its stores meet
 // no bank twice.
-template <int T, bool weights>
-__global__ void __launch_bounds__(kExpanders) expand_codes(const Problem p, int tiles) {
+template <int T>
+__global__ void __launch_bounds__(kExpanders) expand_rows(const Problem p) {
   constexpr int kRows = expanded_rows(T), kParts = T / kRows, kItems = kRows / 16;
   __shared__ __align__(1024) uint8_t tile[2 * kRows * 128];
   launch_dependents();
-  const int valid = weights ? p.n : valid_rows(p), chunks = p.chunks(), thread = threadIdx.x;
+  const int valid = valid_rows(p), chunks = p.chunks(), thread = threadIdx.x;
   const int part = blockIdx.x % kParts, step = blockIdx.x / kParts;
-  const int chunk = step % chunks, tile_of_group = step / chunks % tiles, group = step / chunks / tiles;
-  const int64_t first = static_cast<int64_t>(tile_of_group) * T + part * kRows;
+  const int chunk = step % chunks, row_tile = step / chunks % p.row_tiles, group = step / chunks / p.row_tiles;
+  const int64_t first = static_cast<int64_t>(row_tile) * T + part * kRows;
   if (first >= valid) return;
   const int piece = thread % 8, row = thread / 64 * 8 + thread % 32 / 8 * 2 + thread / 32 % 2, sub_tile = piece % 2;
   const int in_group = chunk * kChunk + piece * 16, left = in_group < p.k ? valid - static_cast<int>(first) - row : 0;
@@ -81,9 +70,7 @@ __global__ void __launch_bounds__(kExpanders) expand_codes(const Problem p, int 
   const uint32_t to = shared_address(tile) + sub_tile * (kRows * 128) + row * 128 + ((sub_tile ^ row % 8) << 4) + piece / 2 * 4;
   Piece pieces[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i)
-    pieces[i] = weights ? load_weight_piece(p, i * 16 < left, group, static_cast<int>(first) + row + i * 16, in_group)
-                        : load_piece(p, i * 16 < left, first + row + i * 16, column);
+  for (int i = 0; i < kItems; ++i) pieces[i] = load_piece(p, i * 16 < left, first + row + i * 16, column);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) store_piece(to, i * 2048, pieces[i]);
   fence_proxy_async();
@@ -93,6 +80,5 @@ __global__ void __launch_bounds__(kExpanders) expand_codes(const Problem p, int 
     bulk_store(stage, tile + thread * (kRows * 128), kRows * 128);
   }
 }
-
 
 }  // namespace di::linear

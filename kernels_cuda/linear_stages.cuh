@@ -8,16 +8,15 @@
 
 namespace di::linear {
 
-// How the slices of K meet: there is one; a block goes through all of them, with a second set of sums, or with the sums so far
-// in the workspace; each has its own block, which leaves its sums in the workspace for linear_combine.cuh; or these blocks are a
-// cluster and add in shared memory; or they wait for one another's sums in the workspace (few rows).
-enum Slices : int { kOne, kInTurn, kAside, kApart, kJoined, kNear };
+// How the slices of K meet: there is one; a block goes through all of them, with a second set of sums; each has its own block,
+// which leaves its sums in the workspace for linear_combine.cuh; or these blocks are a cluster and add in shared memory; or they wait
+// for one another's sums in the workspace (few rows).
+enum Slices : int { kOne, kInTurn, kApart, kJoined, kNear };
 
 // T: activation rows of a tile. Stages: sub-tiles of rows (an even number), steps of weights.
 // kOperands: what becomes of the rows.
 enum Operands : int {
   kExpanded,  // codes, made BF16 by linear_rows.cuh beforehand
-  kTurned,    // rows and weights in each other's place: codes of 128 rows, and T weight rows, made BF16 beforehand
   kDense      // BF16 on both sides; sub-tiles of rows and of weights are one stage
 };
 
@@ -26,8 +25,7 @@ struct Config {
   static constexpr int T = T_, kRowStages = kRowStages_, kWeightStages = kWeightStages_;
   static constexpr Slices kSlices = kSlices_;
   static constexpr Operands kOperands = kOperands_;
-  static constexpr bool kDense = kOperands == di::linear::kDense, kTurned = kOperands == di::linear::kTurned;
-  static constexpr int kTileRows = kTurned ? kTileFeatures : T, kTileColumns = kTurned ? T : kTileFeatures;
+  static constexpr bool kDense = kOperands == di::linear::kDense;
   static constexpr bool kSplit = kSlices == kApart || kSlices == kJoined;  // a block has one tile and one slice
   static constexpr int kThreads = kConsumers + 128, kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kGroup = T <= 64 ? 4 : 2;  // k16 steps whose fragments are made and multiplied together
@@ -81,7 +79,7 @@ struct Work {
   template <typename C>
   static __device__ Work of(const Problem& p, int valid) {
     Work w;
-    w.feature_tiles = (p.n + C::kTileColumns - 1) / C::kTileColumns;
+    w.feature_tiles = p.feature_tiles();
     if (C::kSplit) {
       w.row_tiles = p.row_tiles;
       const int slice = blockIdx.x % p.slices;
@@ -89,7 +87,7 @@ struct Work {
       w.start = p.slice_start(slice), w.stop = p.slice_start(slice + 1);
       if (w.first % w.row_tiles * C::T >= valid) w.total = 0;
     } else {
-      w.row_tiles = (valid + C::kTileRows - 1) / C::kTileRows;
+      w.row_tiles = (valid + C::T - 1) / C::T;
       w.first = blockIdx.x, w.stride = gridDim.x, w.total = w.row_tiles * w.feature_tiles * p.groups;
       w.start = 0, w.stop = p.chunks();
     }
@@ -122,15 +120,12 @@ __device__ __forceinline__ void copy_weights(const Shared<C>& shared, const CUte
                                              Cursor& cursor, Ring<C::kWeightStages>& ring) {
   uint64_t* full = shared.weights_full(ring.stage);
   mbarrier_arrive_expect(full, C::kWeightStage);
-  const Place& at = cursor.at;
-  const int column = (C::kTurned ? at.group * p.k : 0) + cursor.chunk * kChunk;
-  const int row = C::kTurned ? at.row_tile * C::kTileRows : at.group * p.n + at.feature_tile * kTileFeatures;
-  tensor_copy(shared.weights(ring.stage), map, column, row, full);
+  tensor_copy(shared.weights(ring.stage), map, cursor.chunk * kChunk, cursor.at.group * p.n + cursor.at.feature_tile * kTileFeatures, full);
   cursor.next(w);
   ring.next();
 }
 
-// Codes (of weights; turned, of rows) run ahead of what is expanded, and do not wait for the kernel that does it.
+// Weights run ahead of the rows, and do not wait for the kernel that expands those.
 template <typename C>
 __device__ __forceinline__ void produce_codes(const Shared<C>& shared, const CUtensorMap* map, const Problem& p, const Work& w) {
   const int steps = w.steps(), chunks = p.chunks();
@@ -140,9 +135,7 @@ __device__ __forceinline__ void produce_codes(const Shared<C>& shared, const CUt
   for (int i = 0; i < min(steps, C::kWeightStages); ++i) copy_weights(shared, map, p, w, weight_cursor, weight_ring);
   wait_for_predecessor();
   for (int step = 0; step < steps; ++step) {
-    const Place& at = row_cursor.at;
-    const int64_t tile = C::kTurned ? static_cast<int64_t>(at.group) * w.feature_tiles + at.feature_tile
-                                    : static_cast<int64_t>(at.group) * p.row_tiles + at.row_tile;
+    const int64_t tile = static_cast<int64_t>(row_cursor.at.group) * p.row_tiles + row_cursor.at.row_tile;
     const uint8_t* from = p.expanded + (tile * chunks + row_cursor.chunk) * (2 * C::kRowStage);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

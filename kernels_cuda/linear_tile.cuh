@@ -5,22 +5,18 @@
 // in the checkpoint's layout. The activations are wgmma's operand in shared memory, as BF16: linear_rows.cuh expands them
 // to the workspace, tile by tile as wgmma reads them, and one thread copies tiles. Up to 64 rows: linear_few.cuh.
 //
-// Where there are more rows than features the tile is turned: 128 activation rows by T weight rows. The codes of activations are
-// then expanded in registers, each row with its own scales, and the weights beforehand, which is less to make.
-//
 //   A step of 128 K is two sub-tiles of 64. Piece p (16 codes) of a row's 128 bytes belongs to sub-tile p % 2 and there to the
 //   lanes l with l % 4 = p / 2. Word s of a piece holds what those lanes need for the k16 step s: its even bytes and its odd
 //   bytes, in the halves of K named by `p % 2`. So a fragment's scale is that of the group p / 2, and both ends agree on the
 //   order of K by construction.
 //
 // The order of a sum is fixed by n and k alone: slices of K (Problem::slices) are summed by themselves, then in order, whether
-// one block goes through all of them or each has its own, wherever these meet, and whichever operand is in registers. So a row's
-// bits do not depend on T, on its place, or on how many rows there are.
+// one block goes through all of them or each has its own, and wherever these meet. So a row's bits do not depend
+// on T, on its place, or on how many rows there are.
 #pragma once
 
 #include "linear_combine.cuh"
 #include "linear_stages.cuh"
-#include "linear_turned.cuh"
 
 namespace di::linear {
 
@@ -45,52 +41,13 @@ struct Consumer {
     if (thread % 32 == 0) mbarrier_arrive(shared.rows_empty(stage));
   }
 
-  // Where the scales of this thread's rows of A are (all weight rows of a warp have the same); `lower`: bytes to those of row + 8.
-  struct ScaleRows {
-    const uint8_t* upper;
-    int64_t lower;
-  };
-  // Scale codes of eight chunks: of weights, lane 4 i + j has group j of chunk i; of rows, words[2 r + h] of lane % 4 == j has the
-  // four groups of chunk 4 h + j of row + 8 r.
-  struct Scales {
-    uint32_t words[C::kTurned ? 4 : 1];
-  };
-  __device__ __forceinline__ Scales load_scales(const ScaleRows& rows, int chunk) const {
-    Scales s;
-    if constexpr (C::kTurned) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int mine = chunk + 4 * h + thread % 4;
-        const uint8_t* from = rows.upper + mine * 4;
-        const bool inside = mine < p.chunks();
-        s.words[h] = inside ? __ldg(reinterpret_cast<const uint32_t*>(from)) : 0;
-        s.words[2 + h] = inside ? __ldg(reinterpret_cast<const uint32_t*>(from + rows.lower)) : 0;
-      }
-    } else {
-      const int group = chunk * 4 + thread % 32;
-      s.words[0] = group < p.scale_columns() ? __ldg(rows.upper + group) : 127;
-    }
-    return s;
+  // Scale codes of eight chunks from `chunk` on: lane 4 i + j has group j of chunk + i.
+  __device__ __forceinline__ uint32_t load_scales(const uint8_t* scales, int chunk) const {
+    const int group = chunk * 4 + thread % 32;
+    return group < p.scale_columns() ? __ldg(scales + group) : 127;
   }
   // Whether a code of this warp takes two factors: hardly ever.
-  __device__ __forceinline__ bool far(const Scales& s) const {
-    uint32_t any = 0;
-#pragma unroll
-    for (uint32_t word : s.words) any |= __vcmpgtu4(word, kOneFactor * 0x01010101u);
-    return __any_sync(0xFFFFFFFFu, any != 0);
-  }
-  // The scales of row and row + 8 in chunk i of eight, for this lane's group.
-  __device__ __forceinline__ void scales_of(uint32_t (&scale)[2], const Scales& s, int i) const {
-    if constexpr (C::kTurned) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t word = __shfl_sync(0xFFFFFFFFu, i < 4 ? s.words[2 * r] : s.words[2 * r + 1], i % 4, 4);
-        scale[r] = word >> (thread % 4 * 8) & 0xFF;
-      }
-    } else {
-      scale[0] = scale[1] = __shfl_sync(0xFFFFFFFFu, s.words[0], i * 4 + thread % 4);
-    }
-  }
+  __device__ __forceinline__ bool far(uint32_t scale) const { return __any_sync(0xFFFFFFFFu, scale > kOneFactor); }
 
   // The codes of half a chunk of this thread's two weight rows: 16 K of each of the row's halves.
   struct Codes {
@@ -101,27 +58,23 @@ struct Consumer {
     return {*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + 1024)};
   }
 
-  // sums = W x^T (turned: x W^T) over chunks start .. stop. `scales`: of this thread's rows of A; `first_scales`: those of the
-  // first eight. Codes are read while the products before theirs run.
-  __device__ __forceinline__ void multiply_codes(float (&sums)[C::T / 2], const ScaleRows& scales, const Scales& first_scales, int start,
-                                                 int stop) {
+  // sums = W x^T over chunks start .. stop. `scales`: of this warp's weight rows; `first_scales`: those of the first eight.
+  // Codes are read while the products before theirs run.
+  __device__ __forceinline__ void multiply_codes(float (&sums)[C::T / 2], const uint8_t* scales, uint32_t first_scales, int start, int stop) {
     constexpr int kGroup = C::kGroup, kParts = 4 / kGroup;
-    uint32_t fragment[2][kGroup][4];
-    Scales eight = first_scales;
+    uint32_t fragment[2][kGroup][4], eight = first_scales;
     uint32_t row_tiles = 0;  // where the sub-tiles of rows are: the same in all lanes, which the compiler is to know
     int previous = -1;       // the stage whose products may still run
     mbarrier_wait(shared.weights_full(weights.stage), weights.parity);
     Codes codes = load_codes(0);
 #pragma unroll 1
     for (int first = start; first < stop; first += 8) {
-      const Scales next_eight = load_scales(scales, first + 8);  // not touched before the eight chunks are done
+      const uint32_t next_eight = load_scales(scales, first + 8);  // not touched before the eight chunks are done
       const int last = min(stop, first + 8);
       const bool two_factors = far(eight);
 #pragma unroll 1
       for (int chunk = first; chunk < last; ++chunk) {
-        uint32_t scale[2];
-        scales_of(scale, eight, chunk - first);
-        const uint32_t factor[2] = {code_factor(scale[0]), code_factor(scale[1])};
+        const uint32_t scale = __shfl_sync(0xFFFFFFFFu, eight, (chunk - first) * 4 + thread % 4), factor = code_factor(scale);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           row_tiles = __shfl_sync(0xFFFFFFFFu, descriptor128_base(shared.rows(rows.stage)), 0);
@@ -135,13 +88,13 @@ struct Consumer {
 #pragma unroll
               for (int row = 0; row < 2; ++row) {
                 const uint32_t word = words[row][kGroup * part + i];
-                fragment[buffer][i][row + 2 * h] = scale_bf16x2(even_codes(word), factor[row]);
-                fragment[buffer][i][row + 2 - 2 * h] = scale_bf16x2(odd_codes(word), factor[row]);
+                fragment[buffer][i][row + 2 * h] = scale_bf16x2(even_codes(word), factor);
+                fragment[buffer][i][row + 2 - 2 * h] = scale_bf16x2(odd_codes(word), factor);
               }
             if (two_factors) {
 #pragma unroll
               for (int i = 0; i < 4 * kGroup; ++i)
-                fragment[buffer][i / 4][i % 4] = scale_bf16x2(fragment[buffer][i / 4][i % 4], second_factor(scale[i % 2]));
+                fragment[buffer][i / 4][i % 4] = scale_bf16x2(fragment[buffer][i / 4][i % 4], second_factor(scale));
             }
             if (part == 0) mbarrier_wait(shared.rows_full(rows.stage), rows.parity);
             wgmma_fence();
@@ -200,28 +153,20 @@ struct Consumer {
     release(previous);
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[C::T / 2], const ScaleRows& scales, const Scales& first_scales, int start,
-                                           int stop) {
+  __device__ __forceinline__ void multiply(float (&sums)[C::T / 2], const uint8_t* scales, uint32_t first_scales, int start, int stop) {
     if constexpr (C::kDense) multiply_dense(sums, start, stop);
     else multiply_codes(sums, scales, first_scales, start, stop);
   }
 
-  // Scales of this thread's rows of A in a tile; of some tile where there is no such.
-  __device__ __forceinline__ ScaleRows scale_rows(const Work& w, int unit) const {
-    if (C::kDense) return {p.w_scale, 0};
-    const Place at = w.place(unit < w.total ? unit : 0);
-    if constexpr (C::kTurned) {
-      const int row = at.row_tile * C::kTileRows + warpgroup * 64 + lane_row;
-      const int upper = min(row, p.rows - 1), lower = min(row + 8, p.rows - 1);
-      const int64_t column = static_cast<int64_t>(at.group) * p.scale_columns();
-      return {p.x_scale + upper * p.x_scale_stride + column, (lower - upper) * p.x_scale_stride};
-    }
+  // Scales of this warp's weight rows in a tile; of some tile where there is no such.
+  __device__ __forceinline__ const uint8_t* scale_rows(const Work& w, int unit) const {
+    if (C::kDense || unit >= w.total) return p.w_scale;
+    const Place at = w.place(unit);
     const int blocks = (p.n + 31) / 32, block = at.feature_tile * 4 + warpgroup * 2 + lane_row / 32;
-    return {p.w_scale + static_cast<int64_t>(at.group * blocks + min(block, blocks - 1)) * p.scale_columns(), 0};
+    return p.w_scale + static_cast<int64_t>(at.group * blocks + min(block, blocks - 1)) * p.scale_columns();
   }
-  __device__ __forceinline__ Scales first_scales(const ScaleRows& scales, int start) const {
-    if constexpr (C::kDense) return {};
-    else return load_scales(scales, start);
+  __device__ __forceinline__ uint32_t first_scales(const uint8_t* scales, int start) const {
+    return C::kDense ? 0 : load_scales(scales, start);
   }
 
   // Where sums[4 j + i] of this thread lie in a tile [activation row][column].
@@ -290,12 +235,6 @@ struct Consumer {
       store_wide_tile(sums, first, valid - first, at.group, n);
   }
 
-  __device__ __forceinline__ void store_turned(const float (&sums)[C::T / 2], int valid, const Place& at) const {
-    const int warp = thread / 32, first = at.row_tile * C::kTileRows + warpgroup * 64 + warp * 16;
-    uint8_t* staging = shared.staging(warpgroup) + warp * kWarpStaging;
-    TurnedStore<C::T>{p, staging, thread % 32, first, valid - first}.store(sums, at.group, at.feature_tile * C::kTileColumns);
-  }
-
   // The sums of all slices of a tile, which the blocks of a cluster have: each adds some rows of it, in the slices' order.
   __device__ __forceinline__ void store_joined(const float (&sums)[C::T / 2], int rows_left, const Place& at) const {
     float* tile = shared.tile();
@@ -313,23 +252,6 @@ struct Consumer {
     }
     cluster_arrive_relaxed();  // no block ends while others read from it
     cluster_wait();
-  }
-
-  // The sums so far of all slices of a tile, while a block goes through them; [quarters of a thread's][thread].
-  __device__ __forceinline__ float4* kept() const {
-    return reinterpret_cast<float4*>(p.partial) + static_cast<int64_t>(blockIdx.x) * (C::T * kTileFeatures / 4) + threadIdx.x;
-  }
-  __device__ __forceinline__ void keep(const float (&sums)[C::T / 2]) const {
-#pragma unroll
-    for (int i = 0; i < C::T / 8; ++i)
-      __stcg(kept() + i * kConsumers, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
-  }
-  __device__ __forceinline__ void add_kept(float (&sums)[C::T / 2]) const {
-#pragma unroll
-    for (int i = 0; i < C::T / 8; ++i) {
-      const float4 four = __ldcg(kept() + i * kConsumers);
-      sums[4 * i] += four.x, sums[4 * i + 1] += four.y, sums[4 * i + 2] += four.z, sums[4 * i + 3] += four.w;
-    }
   }
 
   // The sums as they are, rows of kTilePitch, into the workspace: of few rows by their threads, of many by the copy engine. Both
@@ -356,22 +278,22 @@ struct Consumer {
 template <typename C>
 __device__ __forceinline__ void consume(const Shared<C>& shared, const Problem& p, const Work& w, int valid, int id) {
   Consumer<C> consumer(shared, p, id);
-  constexpr bool kInParts = C::kSlices == kInTurn || C::kSlices == kAside;
+  constexpr bool kInParts = C::kSlices == kInTurn;
   const int slices = kInParts ? p.slices : 1;
-  auto scales = consumer.scale_rows(w, w.first);
-  auto upcoming = consumer.first_scales(scales, w.start);
+  const uint8_t* scales = consumer.scale_rows(w, w.first);
+  uint32_t upcoming = consumer.first_scales(scales, w.start);
   for (int unit = w.first; unit < w.total; unit += w.stride) {
     float total[C::T / 2];
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) {
-      const auto here = scales;
-      const auto first = upcoming;
+      const uint8_t* here = scales;
+      const uint32_t first = upcoming;
       const int start = kInParts ? p.slice_start(slice) : w.start, stop = kInParts ? p.slice_start(slice + 1) : w.stop;
       if constexpr (!C::kSplit) {
         if (slice + 1 == slices) scales = consumer.scale_rows(w, unit + w.stride);
         upcoming = consumer.first_scales(scales, slice + 1 == slices ? w.start : stop);
       }
-      if (C::kSlices == kInTurn && slice > 0) {
+      if (kInParts && slice > 0) {
         float sums[C::T / 2];
         consumer.multiply(sums, here, first, start, stop);
 #pragma unroll
@@ -379,14 +301,9 @@ __device__ __forceinline__ void consume(const Shared<C>& shared, const Problem& 
       } else {
         consumer.multiply(total, here, first, start, stop);
       }
-      if constexpr (C::kSlices == kAside) {
-        if (slice > 0) consumer.add_kept(total);
-        if (slice + 1 < slices) consumer.keep(total);
-      }
     }
     const Place at = w.place(unit);
     if constexpr (C::kSlices == kApart) consumer.store_partial(total, valid - at.row_tile * C::T);
-    else if constexpr (C::kTurned) consumer.store_turned(total, valid, at);
     else if constexpr (C::kSlices == kJoined) consumer.store_joined(total, valid - at.row_tile * C::T, at);
     else consumer.store(total, valid, at);
     if constexpr (C::kSplit) return;
