@@ -8,18 +8,19 @@ namespace di::attention {
 
 constexpr uint32_t kNone = 0xFFFFFFFFu;
 
-// 16 bytes, or zeros without an access.
+// 16 bytes, or zeros without an access. These loads keep their place among other accesses to memory: loads that may move are put
+// together by the compiler behind three quarters of the batch before theirs.
 __device__ __forceinline__ void load_some16(uint4& v, const uint8_t* from, bool some) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
-      " @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(from), "r"(static_cast<int>(some)));
+      " @p ld.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(from), "r"(static_cast<int>(some)) : "memory");
 }
 
 // Two bytes, or zero without an access.
 __device__ __forceinline__ void load_some2(uint32_t& v, const uint8_t* from, bool some) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
-               : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)));
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u16 %0, [%1]; }"
+               : "=&r"(v) : "l"(from), "r"(static_cast<int>(some)) : "memory");
 }
 
 // Raw bytes of one batch of rows, held by a thread between its loads and its stores.
@@ -34,6 +35,7 @@ struct Batch {
 struct Unit {
   int slot;  // The list.
   int step, kind;
+  int window, keys;  // Keys of the list: in the window, and all.
 };
 
 template <class E, bool fp4>
@@ -54,10 +56,13 @@ struct Gather {
   // Whether step `step` of a list has a batch of this kind.
   __device__ __forceinline__ bool has(const Unit& u, int kind) const {
     if (!fp4) return kind < 2;
-    const int window_rows = s.window_of[u.slot] - u.step * kStep;
+    const int window_rows = u.window - u.step * kStep;
     return kind == 0 ? window_rows > 0 : kind == 1 ? window_rows > 32 : window_rows < kStep;
   }
-  __device__ __forceinline__ Unit first_of(int slot) const { return Unit{slot, 0, fp4 && s.window_of[slot] <= 0 ? 2 : 0}; }
+  __device__ __forceinline__ Unit first_of(int slot, int keys) const {
+    const int window = s.window_of[slot];
+    return Unit{slot, 0, fp4 && window <= 0 ? 2 : 0, window, keys};
+  }
   // Makes `u` the batch after it of the same list; false where that is the last.
   __device__ __forceinline__ bool advance(Unit& u) const {
     for (int kind = u.kind + 1; kind < 3; ++kind)
@@ -66,13 +71,13 @@ struct Gather {
         return true;
       }
     ++u.step;
-    if (u.step >= steps_of(s.keys_of[u.slot])) return false;
+    if (u.step >= steps_of(u.keys)) return false;
     u.kind = fp4 && !has(u, 0) ? 2 : 0;
     return true;
   }
 
   __device__ __forceinline__ Source source(const Unit& u) const {
-    const int lane = anew(this->lane), warp = anew(this->warp), window = s.window_of[u.slot], keys = s.keys_of[u.slot];
+    const int lane = anew(this->lane), warp = anew(this->warp), window = u.window, keys = u.keys;
     Source from;
     from.offsets = s.offset[u.slot], from.window = window;
     if (fp4 && u.kind == 2) {
@@ -104,7 +109,7 @@ struct Gather {
   // Lane l holds pieces 2 l and 2 l + 1; every other four lanes begin with the second, so that eight lanes meet eight banks.
   __device__ __forceinline__ void expand8(const Unit& u, uint32_t tile, uint64_t* empty, uint32_t parity, const Source& next) {
     const int lane = anew(this->lane), warp = anew(this->warp);
-    const int late = (lane >> 2) & 1, left = s.window_of[u.slot] - u.step * kStep - 32 * u.kind - warp;
+    const int late = (lane >> 2) & 1, left = u.window - u.step * kStep - 32 * u.kind - warp;
     uint32_t at[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) at[j] = tile + u.kind * 4096 + piece_offset(warp, 2 * lane + (late ^ j));
@@ -123,12 +128,13 @@ struct Gather {
         store16(at[j] + i * 128 * kGatherWarps, v, !fp4 || kGatherWarps * i < left);
       }
       load(next, i, next_place);
+      __syncwarp();  // Holds the loads in their place.
     }
   }
   // Lane h of half a warp holds pieces 4 h to 4 h + 3 and takes piece j ^ (h / 2) % 4 of them as its j-th.
   __device__ __forceinline__ void expand4(const Unit& u, uint32_t tile, uint64_t* empty, uint32_t parity, const Source& next) {
     const int lane = anew(this->lane), warp = anew(this->warp);
-    const int h = lane & 15, turn = (h >> 1) & 3, begin = s.window_of[u.slot] - u.step * kStep - 2 * warp - (lane >> 4);
+    const int h = lane & 15, turn = (h >> 1) & 3, begin = u.window - u.step * kStep - 2 * warp - (lane >> 4);
     const uint32_t at = tile + piece_offset(2 * warp + (lane >> 4), 4 * h + turn);
     mbarrier_wait(&empty[0], parity);
 #pragma unroll
@@ -149,6 +155,7 @@ struct Gather {
         store16((at ^ j << 4) + i * 256 * kGatherWarps, v, 2 * kGatherWarps * i >= begin);
       }
       load(next, i, next_place);
+      __syncwarp();  // Holds the loads in their place.
     }
   }
 
@@ -156,8 +163,9 @@ struct Gather {
   __device__ __forceinline__ bool follows(Unit& u, int index) {
     const int slot = index % kLists;
     mbarrier_wait(&s.listed[slot], index / kLists & 1);
-    if (s.keys_of[slot] <= 0) return false;
-    u = first_of(slot);
+    const int keys = s.keys_of[slot];
+    if (keys <= 0) return false;
+    u = first_of(slot, keys);
     return true;
   }
   // The first batch of the block's row number `index` or of the first row after it that has keys; false where there is none.
