@@ -10,8 +10,8 @@ using namespace di::attention;
 enum { Q, WINDOW, BASE, ORIGIN, MODULO, COMPRESSED, TABLE, ROWS, REQUEST, POSITIONS, SINK, COUNT, OUT };
 enum { WINDOW_FORMAT, COMPRESSED_FORMAT, BLOCK_ROWS, WINDOW_TOKENS };
 
-// Rows are kept as offsets of 16 bytes, in 32 bits, of which the flat form gives one to the store.
-constexpr int64_t kReach = 64LL << 30, kFlatReach = 32LL << 30;
+// Quantised rows are kept as offsets of 16 bytes, in 32 bits.
+constexpr int64_t kReach = 64LL << 30;
 int64_t bytes_of(const di_tensor& store) { return store.shape[0] * store.stride[0]; }
 
 int refusal(const di_tensor* t, const di_params* p, di_error* e) {
@@ -30,9 +30,8 @@ int refusal(const di_tensor* t, const di_params* p, di_error* e) {
     return refuse(e, DI_UNSUPPORTED, "window rows must begin at multiples of 16 bytes");
   if (chosen != 0 && (t[COMPRESSED].stride[0] % 16 != 0 || reinterpret_cast<uintptr_t>(t[COMPRESSED].data) % 16 != 0))
     return refuse(e, DI_UNSUPPORTED, "compressed blocks must begin at multiples of 16 bytes");
-  const int64_t reach = flat ? kFlatReach : kReach;
-  if (bytes_of(t[WINDOW]) > reach || (chosen != 0 && bytes_of(t[COMPRESSED]) > reach))
-    return refuse(e, DI_UNSUPPORTED, "stores of at most %lld GiB are served", static_cast<long long>(reach >> 30));
+  if (quantised && (bytes_of(t[WINDOW]) > kReach || (chosen != 0 && bytes_of(t[COMPRESSED]) > kReach)))
+    return refuse(e, DI_UNSUPPORTED, "quantised stores of at most %lld GiB are served", static_cast<long long>(kReach >> 30));
   return DI_OK;
 }
 

@@ -8,7 +8,7 @@ namespace di::attention::flat {
 constexpr int kThreads = 4 * kGroup, kRowBytes = 2 * kWidth;
 constexpr int kQuarters = 4, kHeld = 2;  // Of the columns; of the query, in registers.
 constexpr int kUnit = 2 * kSlab, kUnits = 10;
-constexpr uint32_t kNone = 0xFFFFFFFFu;
+constexpr int kFinders = 64, kCopiers = 64;  // Threads of the warpgroup that gathers.
 enum NamedBarrier { kListing = 1, kScoring = 2, kFirstValue = 3 };
 
 struct Shared {
@@ -19,7 +19,9 @@ struct Shared {
   uint64_t full[kUnits], empty[kUnits];
   uint64_t scored[2], weighed[2][2], unweighed[2];  // By step; weights are handed on by halves of 32 keys.
   uint64_t listed[2], unlisted[2], queried;         // By row of the block.
-  int keys_of[2], selected[4];
+  uint64_t found[2], copied[2];                     // By step: the places in `from` are there, and read.
+  int keys_of[2], selected[2];
+  alignas(16) uint64_t from[2][4][kStep / 4];       // Where the keys of two steps begin; of every fourth key side by side.
 };
 static_assert(sizeof(Shared) <= 232448);
 
@@ -49,7 +51,7 @@ struct Score {
   Shared& s;
   int warp, lane;
   uint32_t held[8 * kHeld][4];  // Fragments of the query's first quarters, by 16 columns.
-  float scores[32], reference[2], sum[2], sink[2];
+  float scores[32], reference[2], sum[2];
 
   __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
 
@@ -78,8 +80,12 @@ struct Score {
 #pragma unroll
     for (int j = 0; j < kQuarters; ++j, place.advance(1)) {
       if (j == kHeld && first) mbarrier_wait(&s.queried, index & 1);
-      mbarrier_wait(&s.full[place.unit], place.parity);
-      fence_proxy_async();  // The copies were ordinary accesses.
+      if (j % 2 == 0) {
+        Place other = place;
+        other.advance(1);
+        mbarrier_wait(&s.full[place.unit], place.parity), mbarrier_wait(&s.full[other.unit], other.parity);
+        fence_proxy_async();  // The copies were ordinary accesses.
+      }
       const uint64_t k = wgmma_descriptor128(s.units[place.unit]);
       wgmma_fence();
 #pragma unroll
@@ -92,6 +98,7 @@ struct Score {
       }
       wgmma_commit();
     }
+    mbarrier_wait(&s.unweighed[serial & 1], (serial >> 1 & 1) ^ 1);  // For weigh(), beside the products.
     wgmma_wait<1>();
     if (lane == 0) mbarrier_arrive(&s.scored[serial & 1]);  // All but made; nobody reads them by it.
     wgmma_wait<0>();
@@ -100,9 +107,17 @@ struct Score {
 
   // The reference follows the maximum only where that passes it by the headroom, so that most steps need no exchange.
   __device__ __forceinline__ void follow(float (&shrink)[2]) {
-    float highest[2] = {-INFINITY, -INFINITY};
+    float highest[2];
 #pragma unroll
-    for (int j = 0; j < 32; ++j) highest[(j >> 1) & 1] = fmaxf(highest[(j >> 1) & 1], scores[j]);
+    for (int i = 0; i < 2; ++i) {
+      float most[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = 8 * j + 2 * i;
+        most[j] = fmaxf(fmaxf(scores[at], scores[at + 1]), fmaxf(scores[at + 4], scores[at + 5]));
+      }
+      highest[i] = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    }
     const bool passes = highest[0] > reference[0] + kHeadroom || highest[1] > reference[1] + kHeadroom;
     if (!__any_sync(0xFFFFFFFFu, passes)) return;
 #pragma unroll
@@ -129,7 +144,6 @@ struct Score {
     float shrink[2] = {1.0f, 1.0f};
     follow(shrink);
     const int buffer = serial & 1;
-    mbarrier_wait(&s.unweighed[buffer], (serial >> 1 & 1) ^ 1);
     const uint32_t base = shared_address(s.weights[buffer]) + (16 * warp + (lane & 15)) * 128;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -157,7 +171,9 @@ struct Score {
   __device__ __forceinline__ void share(int i, int buffer) {
     float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
     total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-    if ((lane & 3) == 0) s.share[buffer][row(i)] = 1.0f / (total + power2(sink[i] - reference[i]));
+    const int head = anew(row(i));
+    const float sink = head < a.heads ? a.sink[head] * kLog2e : 0.0f;
+    if ((lane & 3) == 0) s.share[buffer][head] = 1.0f / (total + power2(sink - reference[i]));
   }
 
   __device__ __forceinline__ void run() {
@@ -165,7 +181,6 @@ struct Score {
     uint32_t serial = 0;
     int index = 0;
     Place place;
-    for (int i = 0; i < 2; ++i) sink[i] = row(i) < a.heads ? a.sink[row(i)] * kLog2e : 0.0f;
     if (blockIdx.x < tokens) ask_query(blockIdx.x);
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
       const int keys = take_keys(s, index), steps = keys > 0 ? steps_of(keys) : 0;
@@ -255,6 +270,7 @@ struct Value {
   // A quarter of the row's columns, by way of the unit that held the quarter's last values.
   __device__ __forceinline__ void write(int t, int n, int unit, const float (&share)[2]) {
     named_barrier_sync(kFirstValue + half, kGroup);  // Every warp's products have read the unit.
+    const int lane = anew(this->lane);
     const uint32_t base = shared_address(s.units[unit]);
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
@@ -285,7 +301,7 @@ struct Value {
     int next = blockIdx.x < tokens ? take_keys(s, 0) : 0;
     for (int t = blockIdx.x; t < tokens; t += gridDim.x) {
       const int keys = next, steps = keys > 0 ? steps_of(keys) : 0;
-      if (keys == 0) write_zeros(a, t, half * kGroup + 32 * warp + lane);
+      if (keys == 0) write_zeros(a, t, anew(half * kGroup + 32 * warp + lane));
       if (steps > 0) place.advance(kHeld);
       for (int step = 0; step < steps - 1; ++step, ++serial, place.advance(kQuarters)) accumulate<false, true>(t, serial, place, step == 0);
       next = t + gridDim.x < tokens ? take_keys(s, ++index) : 0;
