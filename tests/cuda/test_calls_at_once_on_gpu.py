@@ -118,6 +118,46 @@ def test_graphs_of_one_pool_have_one_workspace_between_them():
             assert call.right()
 
 
+def test_a_pool_whose_graphs_are_gone_is_captured_into_again():
+    call, graphs = Linear(256, 1280, 5120, 1), CudaGraphs(0)
+    other = Linear(64, 5120, 8192, 2)
+
+    def both() -> None:
+        call()
+        other()
+
+    for step in (both, call, both):
+        graph = graphs.capture(step)
+        for _ in range(3):
+            call.out.zero_()
+            other.out.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert call.right() and (step is call or other.right())
+        del graph
+    assert graphs.pool_bytes < 8 * native.WORKSPACE_BYTES
+
+
+def test_torchs_own_temporaries_in_a_capture_do_not_meet_the_workspace():
+    call, graphs = Linear(256, 1280, 5120, 1), CudaGraphs(0)
+    kept = [torch.zeros(4 << 20, device="cuda") for _ in range(8)]
+
+    def step() -> None:
+        for number, out in enumerate(kept):
+            made = torch.full((4 << 20,), float(number), device="cuda")
+            call()
+            out.copy_(made)
+
+    graph = graphs.capture(step)
+    for _ in range(20):
+        for out in kept:
+            out.fill_(-1)
+        call.out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert call.right() and all(bool((out == number).all()) for number, out in enumerate(kept))
+
+
 def test_after_a_capture_that_failed_calls_and_captures_are_right():
     call, stream = Linear(256, 1280, 5120, 1), torch.cuda.Stream()
     with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):

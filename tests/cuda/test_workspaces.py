@@ -1,9 +1,10 @@
-"""Which workspace a call gets: one for its stream, and one for each capture, since a graph may run on any stream."""
+"""Which workspace a call gets: that of its stream, or memory of its graph's own, since a graph may run on any stream."""
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -37,38 +38,37 @@ def test_a_stream_keeps_its_workspace_and_shares_it_with_no_other(rooms):
     assert rooms(8) == first and rooms(16) == second and rooms(None) not in (first, second)
 
 
-def test_a_capture_has_a_workspace_of_its_own_for_all_of_its_calls(rooms, captures):
+def test_a_captured_call_does_not_get_the_workspace_of_its_stream(rooms, captures):
     eager = rooms(8)
     captures[8] = 3
     captured = rooms(8)
-    assert captured != eager and rooms(8) == captured
+    assert captured[0] != eager[0] and captured[1] == eager[1] == 4096
     captures[8] = 0
     assert rooms(8) == eager
 
 
-def test_streams_that_are_captured_together_share_no_workspace(rooms, captures):
-    captures.update({8: 3, 16: 3})
-    assert rooms(8) != rooms(16)
-
-
-def test_two_captures_of_one_stream_share_no_workspace_that_a_graph_still_has(captures, monkeypatch):
-    """The graph's pool keeps the memory; here a list does."""
-    pool, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **known: pool.append(empty(*size, **known)) or pool[-1])
-    rooms = Workspaces(CPU, 4096, captures)
-    captures[8] = 3
-    first = rooms(8)
-    captures[8] = 4
-    assert rooms(8) != first and len(pool) == 2
-
-
-def test_after_a_capture_its_workspace_is_left_to_the_graph(rooms, captures):
+def test_a_stream_that_was_captured_first_has_a_workspace_of_its_own_afterwards(rooms, captures):
     captures[8] = 3
     rooms(8)
-    (kept,) = (room for _, room in rooms._captured.values())
     captures[8] = 0
+    assert rooms(8) == rooms(8) and rooms(8)[0] != rooms(16)[0]
+
+
+def test_nothing_of_a_captures_memory_is_kept(captures, monkeypatch):
+    """What is kept of a pool whose graphs are gone would stop torch from capturing into it again."""
+    given, empty = [], torch.empty
+
+    def noted(*size, **known):
+        made = empty(*size, **known)
+        given.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(torch, "empty", noted)
+    rooms = Workspaces(CPU, 4096, captures)
     rooms(8)
-    assert not rooms._captured and kept.numel() == 4096
+    captures.update({8: 3, 16: 3})
+    rooms(8), rooms(16), rooms(8)
+    assert [one() is None for one in given] == [False, True, True, True]
 
 
 def test_no_memory_for_a_workspace_is_said_with_its_size(captures, monkeypatch):

@@ -1,9 +1,11 @@
-"""Workspaces for the kernels of the C ABI: one for each stream, and one for each capture of a stream.
+"""Workspaces for the kernels of the C ABI: one for each stream, and for each captured call one of its graph's.
 
 Calls on one stream are in order, so a workspace serves all of them. A captured call is no call of that stream: its graph may be
-replayed on another, beside other graphs and beside calls of the stream that it was captured on, so a capture has a workspace of
-its own. It comes from the memory pool of the graph, which keeps it for as long as the graph lives; graphs that share a pool are
-never replayed at once, so they may have the same one.
+replayed on another, beside other graphs and beside calls of the stream that it was captured on. So it has memory of the graph's
+own pool, as a temporary of torch's has: given for the capture's stream, and given back as soon as the call has the address. That
+is no later than the call's kernels are captured, but nothing is given to anybody in between, and who gets it next comes after
+them in the graph. Nothing of the pool is kept, so graphs and pools may go and be captured again. Graphs that share a pool are
+never replayed at once.
 """
 
 from __future__ import annotations
@@ -31,27 +33,20 @@ def capture_of_stream(stream: int) -> int:
 
 
 class Workspaces:
-    """A workspace of `nbytes` for each stream of a device, kept for as long as the process lives, and one for each capture.
+    """A workspace of `nbytes` for each stream of a device, kept for as long as the process lives, and one for each captured call.
 
     capture_of: the number of the capture that a stream is in, 0 outside of one. A call asks for its workspace while its stream
-    is current. Raises BackendError where there is no memory for it.
+    is current, and captures its kernels before it asks torch for other memory. Raises BackendError where there is none.
     """
 
     def __init__(self, device: torch.device, nbytes: int, capture_of: Callable[[int], int] = capture_of_stream) -> None:
         self._device, self._nbytes, self._capture_of = device, nbytes, capture_of
         self._made: dict[int | None, torch.Tensor] = {}
-        self._captured: dict[int | None, tuple[int, torch.Tensor]] = {}
 
     def __call__(self, stream: int | None) -> tuple[int, int]:
         """Pointer and bytes: what `CLibrary` passes on."""
-        capture = self._capture_of(stream or 0)
-        before = self._captured.get(stream)
-        if before is not None and before[0] != capture:  # that capture is over, and its graph has the memory
-            del self._captured[stream], before
-        if capture:
-            if stream not in self._captured:
-                self._captured[stream] = (capture, self._room(stream))
-            room = self._captured[stream][1]
+        if self._capture_of(stream or 0):
+            room = self._room(stream)
         else:
             if stream not in self._made:
                 self._made[stream] = self._room(stream)
