@@ -3,12 +3,12 @@
 // take_kernel: a warp has 16 columns of the four streams of 16 token rows in registers, from reading to the sums:
 //   1. the streams get the previous sub-layer's result (residual_site) and are stored, rounded;
 //   2. the collapsed row is made from them, rounded, and left in the output;
-//   3. the 24 projections are products with mma.sync of BF16 operands, to which the float32 projection is cut into three parts
-//      before the kernel waits for the one before it. The columns of both operands are permuted alike, so that a thread's
-//      fragments are the very values that it read;
+//   3. the 24 projections are products with mma.sync of BF16 operands. The float32 projection is read before the kernel waits for the
+//      one before it, and cut into three parts while rows are on their way, or, where a block has many, before. The columns of both
+//      operands are permuted alike, so that a thread's fragments are the very values that it read;
 //   4. the block adds its warps' sums into the workspace.
-// finish_kernel: a block has a row. One warp turns the row's sums into coefficients (Sinkhorn's sixteen numbers in the registers
-// of each thread) while the others norm and quantise it.
+// finish_kernel: a warp turns a row's sums into coefficients (Sinkhorn's sixteen numbers in the registers of each thread) while a
+// block norms and quantises the row.
 //
 // Registers are such that both kernels fit a multiprocessor at once, so that each is there when the other ends.
 //
@@ -20,7 +20,7 @@
 namespace di {
 namespace {
 
-constexpr int kEach = 16, kFours = kEach / 4, kMostFinishers = 32 + 320, kFinisherRegisters = 64;
+constexpr int kEach = 16, kFours = kEach / 4, kFinishers = 320, kFinisherRegisters = 64, kTakerRegisters = 136;
 
 __device__ __forceinline__ void load_weights(float (&to)[kFours][4], const Site& site, int column) {
 #pragma unroll
@@ -54,38 +54,43 @@ struct Kept {
   float squares[2] = {}, norm[2] = {};
 };
 
-// Reads the streams, makes them new, writes them, collapses them; rows from `last` on are left alone.
+// What of a token row a thread reads.
+struct Read {
+  uint2 streams[kStreams] = {}, result = {};
+  RowMix mix;
+};
+
 template <bool kPost>
-__device__ __forceinline__ void take_streams(const Place& at, int last, int hidden, Kept& kept) {
-  uint2 result[2] = {};
-  RowMix mix[2];
+__device__ __forceinline__ void read_row(Read& read, const Place& at, int half, int last, int hidden) {
+  if (at.row + 8 * half >= last) return;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (at.row + 8 * half >= last) continue;
+  for (int i = 0; i < kStreams; ++i) read.streams[i] = load_four(at.streams + (half * 8 * kStreams + i) * hidden);
+  read.mix.pre = at.pre[half * 8];
+  if constexpr (kPost) {
+    read.result = load_four(at.y + half * 8 * hidden);
+    read.mix.post = at.post[half * 8];
 #pragma unroll
-    for (int i = 0; i < kStreams; ++i) kept.made[half][i] = load_four(at.streams + (half * 8 * kStreams + i) * hidden);
-    mix[half].pre = at.pre[half * 8];
-    if constexpr (kPost) {
-      result[half] = load_four(at.y + half * 8 * hidden);
-      mix[half].post = at.post[half * 8];
-#pragma unroll
-      for (int i = 0; i < kStreams; ++i) mix[half].comb[i] = at.comb[half * 8 * kStreams + i];
-    }
+    for (int i = 0; i < kStreams; ++i) read.mix.comb[i] = at.comb[half * 8 * kStreams + i];
   }
+}
+
+// Makes a row's streams new, writes them, collapses them; rows from `last` on are left alone.
+template <bool kPost>
+__device__ __forceinline__ void take_row(Read& read, const Place& at, int half, int last, int hidden, Kept& kept) {
+  if (at.row + 8 * half >= last) return;
+  uint2(&made)[kStreams] = kept.made[half];
+  float wide[kStreams][4];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (at.row + 8 * half >= last) continue;
-    uint2(&made)[kStreams] = kept.made[half];
-    float wide[kStreams][4];
-#pragma unroll
-    for (int i = 0; i < kStreams; ++i) widen(wide[i], made[i]);
-    const uint2 collapsed = renew<kPost>(mix[half], wide, result[half], made, kept.squares[half], kept.norm[half]);
-    if constexpr (kPost) {
-#pragma unroll
-      for (int k = 0; k < kStreams; ++k) store_four(at.streams + (half * 8 * kStreams + k) * hidden, made[k]);
-    }
-    store_four(at.out + half * 8 * hidden, collapsed);
+  for (int i = 0; i < kStreams; ++i) {
+    made[i] = read.streams[i];
+    widen(wide[i], made[i]);
   }
+  const uint2 collapsed = renew<kPost>(read.mix, wide, read.result, made, kept.squares[half], kept.norm[half]);
+  if constexpr (kPost) {
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) store_four(at.streams + (half * 8 * kStreams + k) * hidden, made[k]);
+  }
+  store_four(at.out + half * 8 * hidden, collapsed);
 }
 
 // A warp's projections and squares, into its part of shared memory.
@@ -108,7 +113,7 @@ __device__ __forceinline__ void leave_sums(float (&sums)[kSums][kPitch], const P
 
 // kMany: a block has every gridDim.y-th tile of 16 rows, so that it cuts its columns of the projection once.
 template <bool kPost, bool kMany>
-__global__ void __launch_bounds__(kThreads, 1) take_kernel(const Site site) {
+__global__ void __maxnreg__(kTakerRegisters) take_kernel(const Site site) {
   __shared__ float sums[kWarps][kSums][kPitch];
   extern __shared__ __align__(16) uint8_t room[];
   constexpr int kTurns = (kSums * kRows + kThreads - 1) / kThreads;
@@ -117,8 +122,8 @@ __global__ void __launch_bounds__(kThreads, 1) take_kernel(const Site site) {
   int first = site.first_row + blockIdx.y * kRows;
   const int warps = min(kWarps, (hidden - block * kWidth + kColumns - 1) / kColumns);
   start_dependents();
-  const Projection projection(room);
-  if (warp < warps) take_projection(site, projection, lane / 4, column);  // weights: no kernel before writes them
+  float4 fn[kStreams][3] = {};
+  if (warp < warps) load_projection(fn, site, lane / 4, column);  // weights: no kernel before writes them
   Place at(site, first + lane / 4, column, lane);
   float* to[kTurns];  // of the sums that this thread adds
   int from[kTurns], row_of[kTurns];
@@ -129,15 +134,26 @@ __global__ void __launch_bounds__(kThreads, 1) take_kernel(const Site site) {
     const int64_t place = static_cast<int64_t>(blockIdx.y * kRows + row_of[turn]) * blocks + block;
     to[turn] = settled(mix < kNorm ? site.sums + place * (kMixes + 1) + mix : site.norms + place);
   }
-  const int *count = site.count, rows = settled(site.rows);
-  wait_for_producer();
+  const int *count = site.count, rows = site.rows;
+  const Projection projection(room);
+  if (kMany && warp < warps) put_projection(projection, fn);
+  wait_for_producer_with(at.streams, at.out, at.y, at.pre, at.post, at.comb, at.row, to[0], to[1], from[0], from[1], count, rows, first,
+                         projection.whole);
   const int last = valid_rows(count, rows);
   if (first >= last) return;
 #pragma unroll 1
   while (true) {
     if (warp < warps) {
       Kept kept;
-      take_streams<kPost>(at, last, hidden, kept);
+      Read low, high;
+      read_row<kPost>(low, at, 0, last, hidden);
+      if constexpr (!kMany) {  // the projection may still be on its way, and so are the rows while it is cut
+        keep_loads_ahead(last);
+        put_projection(projection, fn);
+      }
+      read_row<kPost>(high, at, 1, last, hidden);
+      take_row<kPost>(low, at, 0, last, hidden, kept);
+      take_row<kPost>(high, at, 1, last, hidden, kept);
       leave_sums(sums[warp], projection, at, kept);
     }
     __syncthreads();
@@ -161,67 +177,61 @@ __global__ void __launch_bounds__(kThreads, 1) take_kernel(const Site site) {
   }
 }
 
-// Norms a row that lies collapsed in the output, sixteen columns a thread, and makes its codes if asked for. `weight` is that of
-// the thread's first columns.
-__device__ __forceinline__ void norm_row(const Site& site, const float* norms, const uint4* from, int blocks, int64_t row,
-                                         int thread, int threads, float (&weight)[kFours][4]) {
-  const int lane = thread % 32, hidden = site.hidden;
-  uint4 half[2] = {};
-  if (kEach * thread < hidden) half[0] = from[2 * thread], half[1] = from[2 * thread + 1];
-  float total = 0.0f;
-#pragma unroll 1
-  for (int block = lane; block < blocks; block += 32) total += norms[block];
+// Norms sixteen columns of a row that lies collapsed in the output, and makes their codes if asked for. `total`: of the row's squares.
+__device__ __forceinline__ void norm_columns(const Site& site, const uint4 (&half)[2], const float (&weight)[kFours][4], float total,
+                                             int64_t at, bool inside) {
+  const float factor = rsqrtf(__fdividef(total, static_cast<float>(site.hidden)) + site.rms_eps);
+  uint4 normed[2] = {};
+  if (inside) {
+    uint4* to = reinterpret_cast<uint4*>(site.out + at);
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-  const float factor = rsqrtf(__fdividef(total, static_cast<float>(hidden)) + site.rms_eps);
-#pragma unroll 1
-  for (int start = 0; start < hidden; start += kEach * threads) {  // all lanes take every turn, for the shuffles
-    const int column = start + kEach * thread;
-    const bool inside = column < hidden;
-    if (start > 0 && inside) {
-      half[0] = from[column / 8], half[1] = from[column / 8 + 1];
-      load_weights(weight, site, column);
+    for (int i = 0; i < 2; ++i) {
+      const uint2 low = norm_four({half[i].x, half[i].y}, weight[2 * i], factor);
+      const uint2 high = norm_four({half[i].z, half[i].w}, weight[2 * i + 1], factor);
+      to[i] = normed[i] = {low.x, low.y, high.x, high.y};
     }
-    uint2 normed[kFours] = {};
-    if (inside) {
-      uint4* to = reinterpret_cast<uint4*>(site.out + row * hidden + column);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        normed[2 * i] = norm_four({half[i].x, half[i].y}, weight[2 * i], factor);
-        normed[2 * i + 1] = norm_four({half[i].z, half[i].w}, weight[2 * i + 1], factor);
-        to[i] = {normed[2 * i].x, normed[2 * i].y, normed[2 * i + 1].x, normed[2 * i + 1].y};
-      }
-    }
-    if (site.codes == nullptr) continue;
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) largest = max(largest, largest_bits(normed[i]));
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    const uint32_t scale = fp8_scale(__uint_as_float(largest));
-    if (!inside) continue;
-    const uint4 codes = {encode_four(normed[0], scale), encode_four(normed[1], scale), encode_four(normed[2], scale),
-                         encode_four(normed[3], scale)};
-    *reinterpret_cast<uint4*>(site.codes + row * hidden + column) = codes;
-    if (lane % 2 == 0) site.scales[(row * hidden + column) / kGroup] = static_cast<uint8_t>(scale);
   }
+  if (site.codes == nullptr) return;
+  const uint32_t scale = fp8_scale_of_bits(largest_of_two_lanes(max(largest_of_eight(normed[0]), largest_of_eight(normed[1]))));
+  if (inside) store_sixteen<true>(site.codes + at, site.scales + at / kGroup, sixteen_codes(normed[0], normed[1], scale), scale);
 }
 
+// The first blocks norm, `parts` of them a row; the others make coefficients, a warp a row, `each` rows a block. Few rows have a block
+// each for their coefficients, so that the warp that is longest at it shares no multiprocessor with those that norm. The latter come
+// first: blocks pile up where take_kernel has none, and there a warp of coefficients would be slow.
 template <bool kNormed>
-__global__ void __maxnreg__(kFinisherRegisters) finish_kernel(const Site site, int blocks) {
-  const int lane = threadIdx.x % 32, thread = static_cast<int>(threadIdx.x) - 32;
-  const int64_t row = site.first_row + blockIdx.x, place = static_cast<int64_t>(blockIdx.x) * blocks;
+__global__ void __maxnreg__(kFinisherRegisters) finish_kernel(const Site site, int blocks, int rows, int each, int parts) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, norming = kNormed ? rows * parts : 0, block = blockIdx.x;
+  const bool mixes = block >= norming;
+  const int row = mixes ? (block - norming) * each + warp : block / parts, hidden = site.hidden;
   start_dependents();
-  float weight[kFours][4] = {};  // weights: no kernel before writes them
-  Mix mix = {};
-  if (thread < 0) mix = mix_of(site, lane, row);
-  else if (kNormed && kEach * thread < site.hidden) load_weights(weight, site, kEach * thread);
-  const float *sums = settled(site.sums + place * (kMixes + 1)), *norms = settled(site.norms + place);
-  const uint4* mixed = settled(reinterpret_cast<const uint4*>(site.out + row * site.hidden));
-  const int *count = site.count, rows = settled(site.rows);
-  wait_for_producer();
-  if (row >= valid_rows(count, rows)) return;
-  if (thread < 0) finish_row(site, mix, sums, blocks, lane);
-  else if constexpr (kNormed) norm_row(site, norms, mixed, blocks, row, thread, blockDim.x - 32, weight);
+  if (mixes && (warp >= each || row >= rows)) return;
+  const int64_t place = static_cast<int64_t>(row) * blocks, of_all = site.first_row + row;
+  const int *count = site.count, all = site.rows;
+  if (mixes) {
+    const Mix mix = mix_of(site, lane, of_all);
+    const float* sums = settled(site.sums + place * (kMixes + 1));
+    wait_for_producer_with(sums, count, all, blocks, mix.to, mix.comb, __float_as_int(mix.eps), mix.iterations);
+    if (of_all < valid_rows(count, all)) finish_row(site, mix, sums, blocks, lane);
+  } else if constexpr (kNormed) {
+    const int column = (block % parts * blockDim.x + threadIdx.x) * kEach;
+    const bool inside = column < hidden;
+    float weight[kFours][4] = {};
+    if (inside) load_weights(weight, site, column);  // weights: no kernel before writes them
+    const int64_t at = of_all * hidden + column;
+    const float* norms = settled(site.norms + place + lane);
+    const uint4* mixed = settled(reinterpret_cast<const uint4*>(site.out + at));
+    wait_for_producer_with(norms, mixed, count, all, hidden, blocks, site.codes, site.scales);
+    if (of_all >= valid_rows(count, all)) return;
+    uint4 half[2] = {};
+    if (inside) half[0] = mixed[0], half[1] = mixed[1];
+    float total = 0.0f;
+#pragma unroll 1
+    for (int i = lane; i < blocks; i += 32, norms += 32) total += *norms;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+    norm_columns(site, half, weight, total, at, inside);
+  }
 }
 
 template <bool kPost, bool kNormed>
@@ -234,14 +244,16 @@ int launch(Site site, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* 
   const cudaError_t status = std::max(allow_shared<take_kernel<kPost, false>>(bytes), allow_shared<take_kernel<kPost, true>>(bytes));
   if (status != cudaSuccess) return refuse(e, DI_FAILED, "residual_site: %s", cudaGetErrorString(status));
   const int64_t most_tiles = std::max(1, multiprocessors() / blocks);  // of 16 rows, at a time
-  const int finishers = 32 + (kNormed ? std::min(static_cast<int>(round_up(site.hidden / kEach, 32)), kMostFinishers - 32) : 0);
+  const int finishers = std::min(static_cast<int>(round_up(site.hidden / kEach, 32)), kFinishers);
   for (; site.first_row < site.rows; site.first_row += room) {
     const int rows = static_cast<int>(std::min<int64_t>(room, site.rows - site.first_row));
     site.sums = static_cast<float*>(ws), site.norms = site.sums + static_cast<int64_t>(rows) * blocks * (kMixes + 1);
     const int64_t tiles = ceil_div(rows, kRows);
     const dim3 grid(blocks, static_cast<unsigned>(std::min(tiles, most_tiles)));
     launch_early(tiles > most_tiles ? take_kernel<kPost, true> : take_kernel<kPost, false>, grid, kThreads, bytes, stream, site);
-    launch_early(finish_kernel<kNormed>, dim3(rows), finishers, 0, stream, site, blocks);
+    const int each = 2 * rows <= multiprocessors() ? 1 : finishers / 32, parts = static_cast<int>(ceil_div(site.hidden, kEach * finishers));
+    const int64_t finishing = ceil_div(rows, each) + (kNormed ? static_cast<int64_t>(rows) * parts : 0);
+    launch_early(finish_kernel<kNormed>, dim3(static_cast<unsigned>(finishing)), finishers, 0, stream, site, blocks, rows, each, parts);
   }
   return finish(e, "residual_site");
 }

@@ -1,12 +1,10 @@
-// swiglu_quantise of BF16 rows to fp8_32: a thread has eight columns of the gate and of the up part.
-#include "di_fp8_groups.cuh"
-#include "di_launch.cuh"
-#include "di_ptx.cuh"
+// swiglu_quantise of BF16 rows to fp8_32: a thread has sixteen columns of the gate and of the up part.
+#include "quantise_groups.cuh"
 
 namespace di {
 namespace {
 
-constexpr int kThreads = 96, kFewRows = 2048;
+constexpr int kThreads = 160, kFewRows = 2048;
 
 struct Swiglu {
   const __nv_bfloat16* gate_up;
@@ -28,27 +26,48 @@ __device__ __forceinline__ float activate(float gate, float up, float limit) {
   return gate * share * up;
 }
 
+// Eight columns of both parts, and the largest magnitude.
+__device__ __forceinline__ float activate_eight(float (&value)[8], uint4 gate, uint4 up, float limit) {
+  float other[8];
+  widen_eight(value, gate), widen_eight(other, up);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) value[i] = activate(value[i], other[i], limit);
+  return __uint_as_float(largest_of_eight(value));
+}
+
 template <bool wide>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const Swiglu s) {
-  const int row = blockIdx.x, column = (blockIdx.y * kThreads + threadIdx.x) * 8;
+  const int row = blockIdx.x, column = (blockIdx.y * kThreads + threadIdx.x) * kSixteen;
   const bool inside = column < s.width;
   start_dependents();
   const __nv_bfloat16 *gates = settled(s.gate_up + row * s.stride + (inside ? column : 0)), *ups = settled(gates + s.width);
-  const int *source_of = settled(s.source + row), *count = s.count, rows = settled(s.rows);
+  const int64_t at = static_cast<int64_t>(row) * s.width + column;
+  uint8_t *codes = settled(s.out + at), *scales = settled(s.scales + at / 32);
+  const int *source_of = s.source + row, *count = s.count, rows = s.rows;
   const float* weights = s.weights;
-  wait_for_producer();
+  const float limit = s.limit;
+  wait_for_producer_with(gates, ups, codes, scales, source_of, count, rows, weights, __float_as_int(limit));
   // Few rows are read before it is known how many count: they are memory of the call, whatever they hold.
   if (rows > kFewRows && row >= valid_rows(count, rows)) return;
-  const uint4 gate = load_eight<wide>(gates), up = load_eight<wide>(ups);
   const int source = weights ? *source_of : 0;
+  uint4 gate[2], up[2];
+  load_sixteen<wide>(gate, gates), load_sixteen<wide>(up, ups);
   __syncwarp();  // the loads stay before what waits for the count
   const bool counts = row < valid_rows(count, rows);
   const float weight = weights && counts ? weights[source] : 1.0f;
-  float value[8], other[8];
-  widen_eight(value, gate), widen_eight(other, up);
+  float value[2][8];
+  float largest = activate_eight(value[0], gate[0], up[0], limit);
+  largest = largest_or_nan(largest, activate_eight(value[1], gate[1], up[1], limit));
+  const uint32_t scale = fp8_scale_of_bits(largest_of_two_lanes(__float_as_uint(fabsf(largest * weight))));
+  if (!inside || !counts) return;
+  const float factor = weight * __uint_as_float((254u - min(scale, 254u)) << 23);  // exact: a power of two
+  uint32_t four[4];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) value[i] = activate(value[i], other[i], s.limit) * weight;
-  store_eight(s.out, s.scales, static_cast<int64_t>(row) * s.width + column, value, largest_of_eight(value), inside && counts);
+  for (int i = 0; i < 4; ++i) {
+    const float* of = value[i / 2] + i % 2 * 4;
+    four[i] = four_codes(of[0] * factor, of[1] * factor, of[2] * factor, of[3] * factor);
+  }
+  store_sixteen<wide>(codes, scales, {four[0], four[1], four[2], four[3]}, scale);
 }
 
 }  // namespace
@@ -67,8 +86,8 @@ DI_EXPORT int di_swiglu_quantise(const di_tensor* t, int n, const di_params* p, 
   s.rows = static_cast<int>(t[4].shape[0]), s.width = static_cast<int>(t[4].shape[1]);
   s.limit = static_cast<float>(p->d[0]);
   if (s.rows == 0) return DI_OK;
-  const dim3 grid(s.rows, static_cast<unsigned>(ceil_div(s.width, 8 * kThreads)));
-  const bool wide = s.stride % 8 == 0 && s.width % 8 == 0 && reinterpret_cast<uintptr_t>(s.gate_up) % 16 == 0;
+  const dim3 grid(s.rows, static_cast<unsigned>(ceil_div(s.width, kSixteen * kThreads)));
+  const bool wide = s.stride % 8 == 0 && (reinterpret_cast<uintptr_t>(s.gate_up) | reinterpret_cast<uintptr_t>(s.out)) % 16 == 0;
   launch_early(wide ? swiglu_kernel<true> : swiglu_kernel<false>, grid, kThreads, 0, static_cast<cudaStream_t>(stream), s);
   return finish(e, "swiglu_quantise");
 }

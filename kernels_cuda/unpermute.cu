@@ -1,8 +1,7 @@
 // unpermute of BF16 rows: a thread adds eight columns of a token's rows, in the order of its choices; all of them are on their way
 // before the first is added.
 #include "di_fp8_groups.cuh"
-#include "di_launch.cuh"
-#include "di_ptx.cuh"
+#include "di_launch_small.cuh"
 
 namespace di {
 namespace {
@@ -37,9 +36,9 @@ __global__ void __launch_bounds__(kThreads) unpermute_kernel(const Unpermute u) 
   const int* inverse = settled(u.inverse + static_cast<int64_t>(token) * u.k);
   const __nv_bfloat16 *rows = settled(u.rows + column), *shared = settled(u.shared ? u.shared + at : u.rows);
   const bool adds = u.shared != nullptr;
-  const int *count = u.count, tokens = settled(u.tokens), k = settled(u.k);
+  const int *count = u.count, tokens = u.tokens, k = u.k;
   const uint32_t hidden = u.hidden;
-  wait_for_producer();
+  wait_for_producer_with(inverse, rows, shared, u.out + at, count, tokens, k, hidden);
   if (column >= hidden) return;
   int row[kChoices];
 #pragma unroll
@@ -62,8 +61,7 @@ __global__ void __launch_bounds__(kThreads) unpermute_kernel(const Unpermute u) 
 
 // Whether the rows of a tensor follow one another, and lie where 16 bytes are read at once.
 bool packed(const di_tensor& t, bool wide) {
-  const bool follows = !present(t) || t.shape[0] <= 1 || t.stride[0] == t.shape[1];
-  return follows && (!wide || !present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
+  return rows_follow(t) && (!wide || !present(t) || reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
 }
 
 }  // namespace

@@ -34,3 +34,30 @@ def test_unpermute_refuses_rows_that_begin_between_multiples_of_16_bytes():
     rows = zeros(8 * 64 + 4)[4:].view(8, 64)
     with pytest.raises(Unsupported, match="multiples of 16 bytes"):
         unpermute(rows, zeros(4, 2, dtype=torch.int32), zeros(4, 64), zeros(4, 64))
+
+
+def gapped(tensor):
+    """The same rows with a gap after each."""
+    return tensor.new_zeros(tensor.shape[0], tensor.shape[1] + 8)[:, : tensor.shape[1]]
+
+
+ROUTE = {
+    "logits": zeros(4, 96, dtype=torch.float32), "bias": zeros(96, dtype=torch.float32), "k": 6, "scaling": 1.5,
+    "expert_map": None, "count": None, "ids": zeros(4, 6, dtype=torch.int32), "weights": zeros(4, 6, dtype=torch.float32),
+    "counts": zeros(96, dtype=torch.int32),
+}  # fmt: skip
+PERMUTE = {
+    "x": zeros(4, 64, dtype=torch.uint8), "x_scale": zeros(4, 2, dtype=torch.uint8), "ids": zeros(4, 2, dtype=torch.int32),
+    "experts": 8, "count": None, "out": zeros(8, 64, dtype=torch.uint8), "out_scale": zeros(8, 2, dtype=torch.uint8),
+    "offsets": zeros(9, dtype=torch.int32), "source": zeros(8, dtype=torch.int32), "inverse": zeros(4, 2, dtype=torch.int32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "args", "place"), [
+    *[("route_topk", ROUTE, name) for name in ("logits", "ids", "weights")],
+    *[("permute", PERMUTE, name) for name in ("x_scale", "ids", "out", "out_scale", "inverse")],
+])  # fmt: skip
+def test_routing_refuses_rows_with_gaps_between_them(op, args, place):
+    call = args | {place: gapped(args[place])}
+    with pytest.raises(Unsupported, match="must follow one another"):
+        CLibrary(LIBRARY, lambda: 0).bind(all_cards()[op])(*call.values())

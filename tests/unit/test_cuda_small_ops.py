@@ -39,6 +39,8 @@ SERVED = {
     "draft_attention": {"q": "bf16", "out": "bf16", "D": 512, "window_format": "fp8_32", "h": 64},
     "mask_logits": {},
     "unpermute": {"rows": "bf16", "out": "bf16", "k": 6, "H": 5120},
+    "route_topk": {"E": 384, "k": 6},
+    "permute": {},
 }
 
 
@@ -47,6 +49,7 @@ SERVED = {
     ("swiglu_quantise", {"gate_up": "f32"}), ("top_logprobs", {"k": 257}), ("draft_attention", {"window_format": "f32"}),
     ("draft_attention", {"h": 65}), ("draft_attention", {"D": 256}), ("draft_attention", {"q": "f32"}),
     ("unpermute", {"rows": "f32"}), ("unpermute", {"shared": "f32"}), ("unpermute", {"k": 9}), ("unpermute", {"H": 100}),
+    ("route_topk", {"E": 513}), ("route_topk", {"k": 9}),
 ])  # fmt: skip
 def test_what_a_kernel_was_not_written_for_is_refused_by_name(op, changed):
     said = native.supports(CallSpec(op, SERVED[op] | changed))
@@ -65,7 +68,7 @@ def test_what_a_binding_leaves_open_is_not_promised(op, name):
     ("draft_attention", lambda p: p["dtype"] == "bf16" and p["format"] == "fp8_32"),
     ("top_logprobs", lambda p: p["k"] <= 256),
     ("unpermute", lambda p: p["dtype"] == "bf16"),
-    *[(op, lambda p: True) for op in ("mask_logits", "nan_row_flags", "sample", "verify_drafts")],
+    *[(op, lambda p: True) for op in ("mask_logits", "nan_row_flags", "permute", "route_topk", "sample", "verify_drafts")],
 ])  # fmt: skip
 def test_of_a_cards_cases_those_of_the_kernels_types_are_served(op, served):
     card = get_card(op)

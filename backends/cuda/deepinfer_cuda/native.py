@@ -16,7 +16,14 @@ from deepinfer_cuda import packing, weights
 from deepinfer_cuda.dense import checked
 from deepinfer_cuda.native_library import CAPABILITY, LIBRARY
 from deepinfer_cuda.serves_linear import serves_linear
-from deepinfer_cuda.small_ops import serves_quantise, serves_site, serves_swiglu, serves_top_logprobs, serves_unpermute
+from deepinfer_cuda.small_ops import (
+    serves_quantise,
+    serves_route,
+    serves_site,
+    serves_swiglu,
+    serves_top_logprobs,
+    serves_unpermute,
+)  # fmt: skip
 from deepinfer_cuda.workspaces import Workspaces
 
 WORKSPACE_BYTES = 256 << 20
@@ -143,8 +150,10 @@ _SUPPORTS = {
     "linear": serves_linear,
     "mask_logits": _everything,
     "nan_row_flags": _everything,
+    "permute": _everything,
     "quantise": serves_quantise,
     "residual_site": serves_site,
+    "route_topk": serves_route,
     "sample": _everything,
     "sparse_attention": _sparse_attention,
     "score_index": _score_index,

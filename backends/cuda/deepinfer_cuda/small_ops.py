@@ -50,6 +50,19 @@ def serves_unpermute(call: CallSpec) -> Yes | No:
     return Yes() if hidden is not None and hidden % 8 == 0 else No(f"H is {hidden}; the kernel takes multiples of 8")
 
 
+MOST_EXPERTS, MOST_TAKEN = 512, 8
+"""Experts that route_topk scores, and takes of a row."""
+
+
+def serves_route(call: CallSpec) -> Yes | No:
+    """route_topk: up to MOST_TAKEN of up to MOST_EXPERTS experts."""
+    for name, most in (("E", MOST_EXPERTS), ("k", MOST_TAKEN)):
+        size = call.statics.get(name)
+        if size is None or size > most:
+            return No(f"{name} is {size}; the kernel takes up to {most}")
+    return Yes()
+
+
 MOST_BEST = 256
 """Tokens of a row that top_logprobs puts in order."""
 
