@@ -56,6 +56,7 @@ __device__ __forceinline__ void work_few(const FewShared<C>& shared, const Probl
   wait_for_predecessor();
   const int valid = valid_rows(p);
   const bool half = keep_few_scales<C>(shared, p, w, valid, id / 32, top != 0);
+  if (C::T == 64 && id == 0) mbarrier_arrive(shared.scales_known());
   if (consumes) {
     if constexpr (C::kUneven) registers_up<C::kConsumerRegisters>();
     consume_few<C>(shared, p, w, id, valid, words, half ? top : 0);
@@ -103,6 +104,7 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
 #pragma unroll
     for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_empty(i), C::kConsumers / 32);
     mbarrier_init(shared.sums_full(), 1);
+    mbarrier_init(shared.scales_known(), 1);
     fence_mbarrier_init();
     if (C::kSlices == kJoined)
       mbarrier_arrive_expect(shared.sums_full(), (plan.row[w.slice + 1] - plan.row[w.slice]) * (p.slices - 1) * C::kPitch * 4);

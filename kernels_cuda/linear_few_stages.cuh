@@ -34,7 +34,7 @@ struct FewConfig {
   static constexpr int kRowStage = T * 256, kRawStage = T * kChunk, kWeightStage = kFeatures * kChunk;
   static constexpr int kParts = T / 16;  // warps that expand a step of rows: 32 rows of a sub-tile each, or 16 of both
   static constexpr int kPitch = kFeatures + 4;
-  static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 1;
+  static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 2;
   static constexpr int kRaw = kRowStages * kRowStage, kWeights = kRaw + kRawStages * kRawStage;
   static constexpr int kReceived = kWeights + kWeightStages * kWeightStage;  // the sums of all slices of some rows
   static constexpr int kScales = kReceived + (kSlices == kJoined ? (T + 8) * kPitch * 4 : 0);
@@ -78,6 +78,7 @@ struct FewShared {
   __device__ uint64_t* weights_full(int stage) const { return barrier(2 * (C::kRowStages + C::kRawStages) + stage); }
   __device__ uint64_t* weights_empty(int stage) const { return weights_full(stage) + C::kWeightStages; }
   __device__ uint64_t* sums_full() const { return barrier(C::kBarriers - 1); }
+  __device__ uint64_t* scales_known() const { return barrier(C::kBarriers - 2); }
 };
 
 // ---- copies, a thread each
@@ -103,7 +104,8 @@ __device__ __forceinline__ void copy_first_weights(const FewShared<C>& shared, c
 template <typename C>
 __device__ __forceinline__ void copy_few_weights(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
                                                  const FewWork& w) {
-  wait_for_predecessor();
+  if constexpr (C::T == 64) mbarrier_wait(shared.scales_known(), 0);  // those of 64 rows come faster with nothing beside them
+  else wait_for_predecessor();
 #pragma unroll 1
   for (int step = C::kEarlySteps; step < min(w.steps, C::kWeightStages); ++step) copy_few_step<C>(shared, map, p, w, step, step);
   Ring<C::kWeightStages> ring;
