@@ -46,8 +46,8 @@ struct Consumer {
     const int group = chunk * 4 + thread % 32;
     return group < p.scale_columns() ? __ldg(scales + group) : 127;
   }
-  // Whether a code of this warp takes two factors: hardly ever.
-  __device__ __forceinline__ bool far(uint32_t scale) const { return __any_sync(0xFFFFFFFFu, scale > kOneFactor); }
+  // Whether a code of this warpgroup, whose warps multiply together, takes two factors: hardly ever.
+  __device__ __forceinline__ bool far(uint32_t scale) const { return !named_barrier_all(3 + warpgroup, 128, scale <= kOneFactor); }
 
   // The codes of half a chunk of this thread's two weight rows: 16 K of each of the row's halves.
   struct Codes {
@@ -58,77 +58,94 @@ struct Consumer {
     return {*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + 1024)};
   }
 
-  // sums = W x^T over chunks start .. stop. `scales`: of this warp's weight rows; `first_scales`: those of the first eight.
-  // Codes are read while the products before theirs run.
-  __device__ __forceinline__ void multiply_codes(float (&sums)[C::T / 2], const uint8_t* scales, uint32_t first_scales, int start, int stop) {
+  // What multiply_codes has at hand between steps.
+  struct Running {
+    Codes codes;    // of the step that is next
+    int previous;   // the stage whose products may still run
+  };
+
+  // Chunks chunk .. last of start .. stop, whose scales are `eight`. Codes are read while the products before theirs run.
+  template <bool two_factors>
+  __device__ __forceinline__ void multiply_eight(float (&sums)[C::T / 2], Running& running, uint32_t eight, int chunk, int last,
+                                                 int start, int stop) {
     constexpr int kGroup = C::kGroup, kParts = 4 / kGroup;
-    uint32_t fragment[2][kGroup][4], eight = first_scales;
+    uint32_t fragment[2][kGroup][4];
     uint32_t row_tiles = 0;  // where the sub-tiles of rows are: the same in all lanes, which the compiler is to know
-    int previous = -1;       // the stage whose products may still run
+    const int first = chunk;
+    Codes& codes = running.codes;
+#pragma unroll 1
+    for (; chunk < last; ++chunk) {
+      const uint32_t scale = __shfl_sync(0xFFFFFFFFu, eight, (chunk - first) * 4 + thread % 4), factor = code_factor(scale);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        row_tiles = __shfl_sync(0xFFFFFFFFu, descriptor128_base(shared.rows(rows.stage)), 0);
+        const uint32_t words[2][4] = {{codes.upper.x, codes.upper.y, codes.upper.z, codes.upper.w},
+                                      {codes.lower.x, codes.lower.y, codes.lower.z, codes.lower.w}};
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const int buffer = (h * kParts + part) % 2;
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i)
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              const uint32_t word = words[row][kGroup * part + i];
+              uint32_t even = scale_bf16x2(even_codes(word), factor), odd = scale_bf16x2(odd_codes(word), factor);
+              if (two_factors) even = scale_bf16x2(even, second_factor(scale)), odd = scale_bf16x2(odd, second_factor(scale));
+              fragment[buffer][i][row + 2 * h] = even, fragment[buffer][i][row + 2 - 2 * h] = odd;
+            }
+          if (part == 0) mbarrier_wait(shared.rows_full(rows.stage), rows.parity);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) {
+            const uint64_t b = descriptor128_of(row_tiles + (kGroup * part + i) * 2);
+            Wgmma<C::T>::bf16_rs(sums, fragment[buffer][i], b, chunk > start || h + part + i > 0);
+          }
+          wgmma_commit();
+          if (part + 1 == kParts) {
+            if (h == 0) {
+              codes = load_codes(1);
+            } else {
+              __syncwarp();
+              if (thread % 32 == 0) mbarrier_arrive(shared.weights_empty(weights.stage));
+              weights.next();
+              if (chunk + 1 < stop) {
+                mbarrier_wait(shared.weights_full(weights.stage), weights.parity);
+                codes = load_codes(0);
+              }
+            }
+          }
+          wgmma_wait<1>();
+          if (part == 0 && running.previous >= 0) release(running.previous);
+        }
+        running.previous = rows.stage;
+        rows.next();
+      }
+    }
+  }
+
+  // sums = W x^T over chunks start .. stop. `scales`: of this warp's weight rows; `first_scales`: those of the first eight. Where a
+  // code takes two factors the products of eight chunks are waited for, so that the other loop is as if there were no such.
+  __device__ __forceinline__ void multiply_codes(float (&sums)[C::T / 2], const uint8_t* scales, uint32_t first_scales, int start,
+                                                 int stop) {
+    uint32_t eight = first_scales;
     mbarrier_wait(shared.weights_full(weights.stage), weights.parity);
-    Codes codes = load_codes(0);
+    Running running{load_codes(0), -1};
 #pragma unroll 1
     for (int first = start; first < stop; first += 8) {
       const uint32_t next_eight = load_scales(scales, first + 8);  // not touched before the eight chunks are done
       const int last = min(stop, first + 8);
-      const bool two_factors = far(eight);
-#pragma unroll 1
-      for (int chunk = first; chunk < last; ++chunk) {
-        const uint32_t scale = __shfl_sync(0xFFFFFFFFu, eight, (chunk - first) * 4 + thread % 4), factor = code_factor(scale);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          row_tiles = __shfl_sync(0xFFFFFFFFu, descriptor128_base(shared.rows(rows.stage)), 0);
-          const uint32_t words[2][4] = {{codes.upper.x, codes.upper.y, codes.upper.z, codes.upper.w},
-                                        {codes.lower.x, codes.lower.y, codes.lower.z, codes.lower.w}};
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            const int buffer = (h * kParts + part) % 2;
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i)
-#pragma unroll
-              for (int row = 0; row < 2; ++row) {
-                const uint32_t word = words[row][kGroup * part + i];
-                fragment[buffer][i][row + 2 * h] = scale_bf16x2(even_codes(word), factor);
-                fragment[buffer][i][row + 2 - 2 * h] = scale_bf16x2(odd_codes(word), factor);
-              }
-            if (two_factors) {
-#pragma unroll
-              for (int i = 0; i < 4 * kGroup; ++i)
-                fragment[buffer][i / 4][i % 4] = scale_bf16x2(fragment[buffer][i / 4][i % 4], second_factor(scale));
-            }
-            if (part == 0) mbarrier_wait(shared.rows_full(rows.stage), rows.parity);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-              const uint64_t b = descriptor128_of(row_tiles + (kGroup * part + i) * 2);
-              Wgmma<C::T>::bf16_rs(sums, fragment[buffer][i], b, chunk > start || h + part + i > 0);
-            }
-            wgmma_commit();
-            if (part + 1 == kParts) {
-              if (h == 0) {
-                codes = load_codes(1);
-              } else {
-                __syncwarp();
-                if (thread % 32 == 0) mbarrier_arrive(shared.weights_empty(weights.stage));
-                weights.next();
-                if (chunk + 1 < stop) {
-                  mbarrier_wait(shared.weights_full(weights.stage), weights.parity);
-                  codes = load_codes(0);
-                }
-              }
-            }
-            wgmma_wait<1>();
-            if (part == 0 && previous >= 0) release(previous);
-          }
-          previous = rows.stage;
-          rows.next();
-        }
+      if (far(eight)) {
+        wgmma_wait<0>();
+        multiply_eight<true>(sums, running, eight, first, last, start, stop);
+        wgmma_wait<0>();
+      } else {
+        multiply_eight<false>(sums, running, eight, first, last, start, stop);
       }
       eight = next_eight;
     }
     wgmma_wait<0>();
     wgmma_hold(sums);
-    release(previous);
+    release(running.previous);
   }
 
   // The same from BF16 on both sides.
