@@ -42,6 +42,15 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
   }
 }
 
+// Whether the phase is over; does not wait.
+__device__ __forceinline__ bool mbarrier_over(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return done != 0;
+}
+
 // The same by address in shared memory, for loops that count barriers by their addresses.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32_t address) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");

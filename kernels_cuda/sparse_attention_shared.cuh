@@ -35,10 +35,10 @@ struct Shared {
   uint32_t offset[kLists][kMostKeys];  // Of a list's rows in their store, in units of 16 bytes.
   float shrink[kHeads];                // What the output so far is multiplied by before the step is added; first half of the weights.
   float sink[kHeads];                  // Times log2 e.
-  float share[kHeads];                 // At a row's last step, what the output is multiplied by in the end; second half.
+  float share[2][kHeads];              // At a row's last step, what the output is multiplied by in the end; rows in turn.
   int selected[8];                     // By warps of the value groups.
-  // Stages empty and weights come and go by halves of 32 keys.
-  uint64_t full[kStages], empty[kStages][2], weighed[2], unweighed[2], listed[kLists], unlisted[kLists], queried;
+  // Stages empty and weights come and go by halves of 32 keys; the first 16 keys' weights are told of by themselves.
+  uint64_t full[kStages], empty[kStages][2], weighed[2], unweighed[2], listed[kLists], unlisted[kLists], queried, begun, scored;
   int window_of[kLists], keys_of[kLists];  // Keys of a list: in the window, and all; -1 for a row that is left as it is.
 };
 

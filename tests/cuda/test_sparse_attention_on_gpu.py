@@ -70,6 +70,20 @@ def test_decoded_rows_are_attended_within_the_cards_tolerance(paged, flat):
     torch.testing.assert_close(flat["out"][live].double(), wanted["out"][live], rtol=allowed.rtol, atol=allowed.atol)
 
 
+@pytest.mark.parametrize("paged", [SHAPES[4]], indirect=True)
+def test_rows_without_keys_between_short_ones_change_nothing(paged):
+    draw = torch.Generator(device="cuda").manual_seed(8)
+    ends = torch.randint(0, 97, (len(paged["rows"]), 1), device="cuda", generator=draw)
+    rows = torch.where(torch.arange(97, device="cuda") < ends, paged["rows"], -1).to(torch.int32)
+    positions = torch.randint(-1, 60, (len(rows),), device="cuda", generator=draw).to(torch.int32)
+    requests = torch.where(torch.rand(len(rows), device="cuda", generator=draw) < 0.3, -1, paged["row_to_req"]).to(torch.int32)
+    together = {**paged, "rows": rows, "positions": positions, "row_to_req": requests}
+    wanted = run(together).clone()
+    for row in range(0, len(rows), 5):
+        alone = {k: v[row : row + 1].contiguous() if k in BY_ROW and v is not None else v for k, v in together.items()}
+        assert torch.equal(run(alone)[0], wanted[row])
+
+
 @pytest.mark.parametrize("paged", SHAPES[:2], indirect=True)
 def test_a_row_alone_has_the_bits_that_it_has_among_others(paged, flat):
     together = run(flat).clone()
