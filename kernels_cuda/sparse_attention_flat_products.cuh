@@ -51,7 +51,7 @@ struct Score {
   Shared& s;
   int warp, lane;
   uint32_t held[8 * kHeld][4];  // Fragments of the query's first quarters, by 16 columns.
-  float scores[32], reference[2], sum[2];
+  float scores[32], reference[2], sum[2], sink[2];
 
   __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
 
@@ -171,9 +171,7 @@ struct Score {
   __device__ __forceinline__ void share(int i, int buffer) {
     float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
     total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-    const int head = anew(row(i));
-    const float sink = head < a.heads ? a.sink[head] * kLog2e : 0.0f;
-    if ((lane & 3) == 0) s.share[buffer][head] = 1.0f / (total + power2(sink - reference[i]));
+    if ((lane & 3) == 0) s.share[buffer][row(i)] = 1.0f / (total + power2(sink[i] - reference[i]));
   }
 
   __device__ __forceinline__ void run() {
@@ -181,6 +179,7 @@ struct Score {
     uint32_t serial = 0;
     int index = 0;
     Place place;
+    for (int i = 0; i < 2; ++i) sink[i] = row(i) < a.heads ? a.sink[row(i)] * kLog2e : 0.0f;
     if (blockIdx.x < tokens) ask_query(blockIdx.x);
     for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
       const int keys = take_keys(s, index), steps = keys > 0 ? steps_of(keys) : 0;
