@@ -167,6 +167,13 @@ __device__ __forceinline__ void bulk_copy_cluster(void* to, const void* from, ui
       "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank) : "memory");
 }
 
+// Arrives at the same-named barrier of block `rank` of the cluster. Orders no memory.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(shared_address(barrier)), "r"(rank) : "memory");
+}
+
 // From shared to global memory; returns once the bytes are there. `bytes`, both addresses: multiples of 16.
 __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
@@ -232,6 +239,10 @@ __device__ __forceinline__ void tensor_store3(const CUtensorMap* map, const void
 }
 __device__ __forceinline__ void tensor_stores_read() {
   asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// The same, and the bytes are there.
+__device__ __forceinline__ void tensor_stores_done() {
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
@@ -299,5 +310,7 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
 
 // Asks for the line of an address, which must be one that may be read.
 __device__ __forceinline__ void prefetch_line(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
+// The same in L2 alone.
+__device__ __forceinline__ void prefetch_line_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 }  // namespace di

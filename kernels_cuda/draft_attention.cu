@@ -42,5 +42,5 @@ DI_EXPORT int di_draft_attention(const di_tensor* t, int n, const di_params* p, 
   a.out_row = t[OUT].stride[0], a.out_head = t[OUT].stride[1];
   a.heads = static_cast<int>(t[Q].shape[1]), a.tokens = static_cast<int>(t[Q].shape[0]);
   a.window_tokens = static_cast<int>(p->i[WINDOW_TOKENS]), a.scale = static_cast<float>(p->d[0]);
-  return launch<false, true>(a, t[Q], static_cast<cudaStream_t>(stream), e, "draft_attention");
+  return launch<false, true>(a, t[Q], t[OUT], static_cast<cudaStream_t>(stream), e, "draft_attention");
 }

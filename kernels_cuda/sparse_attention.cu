@@ -69,5 +69,5 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   a.tokens = static_cast<int>(t[Q].shape[0]), a.block = 1;
   if (p->i[WINDOW_FORMAT] == DI_ROW_BF16) return launch_flat(a, t[Q], t[OUT], static_cast<cudaStream_t>(stream), e);
   const bool fp4 = selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16;
-  return (fp4 ? launch<true, false> : launch<false, false>)(a, t[Q], static_cast<cudaStream_t>(stream), e, "sparse_attention");
+  return (fp4 ? launch<true, false> : launch<false, false>)(a, t[Q], t[OUT], static_cast<cudaStream_t>(stream), e, "sparse_attention");
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sparse_attention.cuh"
+#include "sparse_attention_pair.cuh"
 
 namespace di::attention {
 
@@ -22,9 +23,17 @@ inline bool query_map(CUtensorMap* map, const di_tensor& q, cuuint32_t heads = k
 }
 
 template <bool fp4, bool drafts>
-int launch(const Arguments& a, const di_tensor& q, cudaStream_t stream, di_error* e, const char* name) {
+int launch(const Arguments& a, const di_tensor& q, const di_tensor& out, cudaStream_t stream, di_error* e, const char* name) {
   CUtensorMap query;
   if (!query_map(&query, q)) return refuse(e, DI_FAILED, "the driver makes no map of the queries");
+  constexpr auto in_pairs = pair::attend_rows_in_pairs<Bf16, fp4, drafts>;
+  constexpr int pair_bytes = sizeof(pair::Shared);
+  if (a.tokens <= resident_clusters<in_pairs>(2, pair::kThreads, pair_bytes) && allow_shared<in_pairs>(pair_bytes) == cudaSuccess) {
+    CUtensorMap result;
+    if (!query_map(&result, out, 16)) return refuse(e, DI_FAILED, "the driver makes no map of the outputs");
+    launch_clusters(in_pairs, 2 * a.tokens, pair::kThreads, pair_bytes, stream, 2, true, a, query, result);
+    return finish(e, name);
+  }
   constexpr auto kernel = attend_rows<Bf16, fp4, drafts>;
   if (allow_shared<kernel>(sizeof(Shared)) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %zu bytes", sizeof(Shared));
   launch_early(kernel, min(a.tokens, multiprocessors()), kThreads, sizeof(Shared), stream, a, query);

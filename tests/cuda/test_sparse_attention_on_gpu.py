@@ -7,6 +7,7 @@ import torch
 from deepinfer_cuda import native, native_library
 from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.ops._common import float64_reference
+from deepinfer_hal.row_layout import encode_rows
 from deepinfer_hal.weights import prepare_canonical
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +39,11 @@ def run(args: dict) -> torch.Tensor:
     native.library(torch.device("cuda", 0)).bind(CARD)(*args.values())
     torch.cuda.synchronize()
     return args["out"].view(torch.int16)
+
+
+def rows_of(args: dict, first: int, count: int) -> dict:
+    """The same call with `count` query rows alone, from `first` on."""
+    return {k: v[first : first + count].contiguous() if k in BY_ROW and v is not None else v for k, v in args.items()}
 
 
 @pytest.fixture
@@ -88,5 +94,18 @@ def test_rows_without_keys_between_short_ones_change_nothing(paged):
 def test_a_row_alone_has_the_bits_that_it_has_among_others(paged, flat):
     together = run(flat).clone()
     for row in (0, 7, len(together) - 1):
-        alone = {k: v[row : row + 1].contiguous() if k in BY_ROW and v is not None else v for k, v in flat.items()}
-        assert torch.equal(run(alone)[0], together[row])
+        assert torch.equal(run(rows_of(flat, row, 1))[0], together[row])
+
+
+@pytest.mark.parametrize("paged", SHAPES[2:5:2], indirect=True)
+@pytest.mark.parametrize("compressed", ["fp4_16", "fp8_32"])
+def test_a_row_has_the_same_bits_in_a_call_of_few_rows_as_in_one_of_many(paged, compressed):
+    if compressed == "fp8_32" and paged["compressed"] is not None:
+        shape = (paged["compressed"].shape[0] * paged["block_rows"], 512)
+        values = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(3), device="cuda")
+        rows = torch.cat(encode_rows(values, compressed), dim=1).view(paged["compressed"].shape[0], -1)
+        paged = {**paged, "compressed": rows, "compressed_format": compressed}
+    together = run(paged).clone()
+    assert len(together) > 132  # More rows than multiprocessors; of few rows two blocks share each.
+    for first, count in ((0, 1), (30, 20), (len(together) - 64, 64)):
+        assert torch.equal(run(rows_of(paged, first, count)), together[first : first + count])
