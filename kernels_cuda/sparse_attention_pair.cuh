@@ -96,6 +96,8 @@ struct Product {
     if (thread == 0) {
       mbarrier_arrive_expect(&s.scored, sizeof(to));
       bulk_copy_cluster(&to, &to, sizeof(to), &s.scored, rank ^ 1);
+    } else {
+      mbarrier_arrive(&s.scored);
     }
     __syncwarp();
   }
@@ -337,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kRounds; ++i)
       mbarrier_init(&s.full[i], kGatherWarps), mbarrier_init(&s.got[i], 1), mbarrier_init(&s.empty[i], 8);
-    mbarrier_init(&s.scored, 1), mbarrier_init(&s.taken, kGroup + 4);
+    mbarrier_init(&s.scored, kGroup), mbarrier_init(&s.taken, kGroup + 4);
     mbarrier_init(&s.listed, 1), mbarrier_init(&s.queried, 1), mbarrier_init(&s.held, kGroup);
     fence_mbarrier_init();
     prefetch_tensor_map(&query), prefetch_tensor_map(&out);
