@@ -9,7 +9,7 @@ from deepinfer_cuda import kernels, native, weights
 from deepinfer_cuda.backend import CudaBackend
 from deepinfer_cuda.gpu import Gpu
 from deepinfer_hal import formats
-from deepinfer_hal.errors import BadCall, Unsupported
+from deepinfer_hal.errors import BadCall
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 from hypothesis import given, settings
@@ -138,7 +138,7 @@ def test_the_portable_kernel_leaves_experts_that_are_kept_as_fragments(monkeypat
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("stored_as", [torch.uint8, torch.int8])
-def test_an_fp8_weight_with_a_code_that_is_nan_is_refused_where_cuda_kernels_would_read_it(monkeypatch, code, stored_as):
+def test_an_fp8_weight_with_a_code_that_is_nan_is_kept_with_a_warning_where_cuda_kernels_read_it(monkeypatch, code, stored_as):
     values, scales = formats.quantise_weight_fp8(torch.linspace(-500, 500, 64 * 96).view(64, 96))
     backend, found = CudaOnHost.__new__(CudaOnHost), []
     monkeypatch.setattr(backend_module, "_has_native_kernels", lambda one: found.append(one) or True)
@@ -147,9 +147,21 @@ def test_an_fp8_weight_with_a_code_that_is_nan_is_refused_where_cuda_kernels_wou
     assert found == []  # nothing is asked of a GPU for a weight that is whole
     values[5, 7] = code
     broken = CanonicalWeight("fp8_block32", values.view(stored_as), scales)
-    with pytest.raises(Unsupported, match=r"weight wq_a \[64, 96\] has 1 codes that are NaN, the first at \[5, 7\]"):
-        backend.prepare_weight(0, "wq_a", broken)
+    with pytest.warns(UserWarning, match=r"weight wq_a \[64, 96\] has 1 codes that are NaN, the first at \[5, 7\]"):
+        kept = backend.prepare_weight(0, "wq_a", broken).canonical()
+    assert torch.equal(kept.values, broken.values) and torch.equal(kept.scales, scales)
     monkeypatch.setattr(backend_module, "_has_native_kernels", lambda one: False)
-    assert backend.prepare_weight(0, "wq_a", broken).canonical().values[5, 7] == torch.tensor(code, dtype=torch.uint8).view(
-        stored_as
-    )
+    assert torch.equal(backend.prepare_weight(0, "wq_a", broken).canonical().values, broken.values)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (2, 64, 1024)])
+def test_every_byte_of_an_fp8_weight_comes_back_as_the_suite_asks(monkeypatch, shape):
+    monkeypatch.setattr(backend_module, "_has_native_kernels", lambda one: True)
+    monkeypatch.setattr(backend_module.gpu, "gpu_of", lambda index: index)
+    count = torch.Size(shape).numel()
+    values = torch.arange(count).remainder(256).to(torch.uint8).view(shape)
+    scales = torch.arange(count // 1024).remainder(256).to(torch.uint8).view(*shape[:-2], shape[-2] // 32, shape[-1] // 32)
+    stored = CanonicalWeight("fp8_block32", values, scales)
+    with pytest.warns(UserWarning, match="codes that are NaN"):
+        kept = CudaOnHost.__new__(CudaOnHost).prepare_weight(0, "linear", stored).canonical()
+    assert torch.equal(kept.values, values) and torch.equal(kept.scales, scales)

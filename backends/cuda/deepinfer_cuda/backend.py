@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import deepinfer_triton
 import torch
 from deepinfer_hal.backend import Backend, Capabilities, DeviceInfo, MemoryInfo
 from deepinfer_hal.communicator import Communicator
-from deepinfer_hal.errors import BackendUnavailable, Unsupported
+from deepinfer_hal.errors import BackendUnavailable
 from deepinfer_hal.kernel import Kernel
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
@@ -58,7 +59,9 @@ class CudaBackend(Backend):
         if not (packed or broken) or not _has_native_kernels(gpu.gpu_of(index)):
             return kept
         if broken:
-            raise Unsupported(f"weight {role} {list(canonical.shape)} has {broken}; the CUDA C++ kernels know none")
+            shape = list(canonical.shape)
+            warnings.warn(f"weight {role} {shape} has {broken}; CUDA C++ kernels may read them as numbers", stacklevel=2)
+            return kept
         return weights.prepare(role, kept.canonical())
 
     def communicator(self, index: int) -> type[Communicator] | None:
