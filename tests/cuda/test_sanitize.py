@@ -89,6 +89,16 @@ def test_further_cases_are_ones_that_the_kernels_serve():
             assert case.op == op and isinstance(native.supports(call_spec(get_card(op), args)), Yes)
 
 
+@pytest.mark.parametrize(("op", "rows"), [("sparse_attention", 132), ("draft_attention", 66)])
+def test_further_cases_of_attention_have_too_many_rows_for_pairs_of_an_h200s_132_multiprocessors(op, rows):
+    from deepinfer_hal.card import get_card
+    from deepinfer_hal.conformance.cases import parse_case
+    from deepinfer_hal.weights import prepare_canonical
+
+    for case in map(parse_case, sanitize.FURTHER[op]):
+        assert get_card(op).generate(case, 3, "cpu", prepare_canonical)["q"].shape[0] > rows
+
+
 TOOL = """#!/bin/sh
 shift 4
 case "$*" in

@@ -44,6 +44,12 @@ FURTHER = {
         "linear(T=33,K=256,N=288,x=u8,w=fp8_block32,out=f32)",  # one slice
         "linear(T=20,K=256,N=288,x=u8,w=fp8_block32,out=f32)",
     ],
+    "sparse_attention": [  # more rows than multiprocessors, so that a block alone attends to a row, some to a second one
+        "sparse_attention(requests=0+140,3+5,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=fp8_32,compressed=fp4_16,storage=ring)",
+    ],
+    "draft_attention": [  # more rows than pairs of multiprocessors
+        "draft_attention(anchors=3,127,300,128,200,7,140,0,64,90,135,20,11,250,block=5,heads=4,D=512,dtype=bf16,format=fp8_32,storage=ring)",
+    ],
 }
 """op -> cases beside that one: a kernel that takes another way for other sizes is to be seen on each of its ways."""
 
