@@ -13,6 +13,7 @@ from cache_cards import DENSE_ROWS
 from deepinfer_hal import formats
 from deepinfer_hal.card import Case, get_card
 from deepinfer_hal.errors import BadCall
+from deepinfer_hal.ops._cache_cases import parse_requests
 from deepinfer_hal.weights import prepare_canonical
 from harness import assert_row_independent, case_id, cases_of, run_case
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,9 +54,10 @@ def is_large(case: Case) -> bool:
         or (case.op in ("permute", "route_topk") and p["E"] == 384)
         or (case.op == "grouped_gemm" and rows > 60)
         or (case.op == "sparse_attention" and p["heads"] * p["k"] > 1024)
+        or (case.op == "sparse_attention" and sum(n for _, n in parse_requests(p["requests"])) > 66)
         or (case.op in ("sample", "top_logprobs") and p["S"] * p["V"] > 60_000)
         or (case.op in ("plan_verify_lengths", "verify_drafts") and p["R"] > 30)
-        or (case.op == "draft_attention" and p["heads"] == 64)
+        or (case.op == "draft_attention" and (p["heads"] == 64 or len(str(p["anchors"]).split(",")) > 4))
     )
 
 
