@@ -214,7 +214,7 @@ void launch_few(const Permute& p, cudaStream_t stream) {
 template <typename Word>
 void launch(const Permute& p, cudaStream_t stream) {
   const int pairs = p.tokens * p.k;
-  if (pairs <= kFewPairs && p.experts < kMostExperts && reinterpret_cast<uintptr_t>(p.ids) % 16 == 0) {
+  if (p.k > 0 && pairs <= kFewPairs && p.experts < kMostExperts && reinterpret_cast<uintptr_t>(p.ids) % 16 == 0) {
     if (pairs <= kLook) launch_few<1, false, Word>(p, stream);
     else if (pairs <= kAlone) launch_few<kAlone / kLook, false, Word>(p, stream);
     else if (pairs <= kFewPairs / 2) launch_few<2, true, Word>(p, stream);
