@@ -197,11 +197,6 @@ __device__ __forceinline__ uint64_t evict_normal_policy() {
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ uint64_t evict_last_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 
 // One box of a matrix_map, from (row, column) on; the map is a __grid_constant__ parameter.
 __device__ __forceinline__ void tensor_copy(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
@@ -255,14 +250,6 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 __device__ __forceinline__ void async_copy16(uint32_t to, const void* from, bool inside = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
-__device__ __forceinline__ void async_copy4(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int pending>
-__device__ __forceinline__ void async_copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
 // The barrier gets this thread's arrival once its earlier async copies have landed (its count includes that arrival).
 __device__ __forceinline__ void async_copy_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -285,11 +272,6 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t address) {
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ uint2 load_shared8(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-  return v;
 }
 
 __device__ __forceinline__ uint32_t load_shared1(uint32_t address) {

@@ -4,6 +4,7 @@ it, threads that call on one stream; and what is left after a capture that faile
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,6 +48,13 @@ class Linear:
 
     def right(self) -> bool:
         return torch.equal(self.out, self.wanted)
+
+    def right_after(self, run: Callable[[], None]) -> bool:
+        """Whether `run`, of this call or of a graph with it, writes the right result."""
+        self.out.zero_()
+        run()
+        torch.cuda.synchronize()
+        return self.right()
 
 
 SIZES = [
@@ -169,10 +177,7 @@ def test_after_a_capture_that_failed_calls_and_captures_are_right():
     torch.cuda.synchronize()
     assert call.right()
     graph = call.graph(stream)
-    call.out.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert call.right()
+    assert call.right_after(graph.replay)
 
 
 def test_a_step_that_waits_while_it_is_captured_leaves_calls_and_captures_right():
@@ -184,15 +189,9 @@ def test_a_step_that_waits_while_it_is_captured_leaves_calls_and_captures_right(
 
     with pytest.raises(RuntimeError):
         graphs.capture(step)
-    call.out.zero_()
-    call()
-    torch.cuda.synchronize()
-    assert call.right()
+    assert call.right_after(call)
     graph = graphs.capture(call)
-    call.out.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert call.right()
+    assert call.right_after(graph.replay)
 
 
 def test_where_no_memory_is_left_for_a_workspace_the_call_says_so_and_a_later_one_is_right():
