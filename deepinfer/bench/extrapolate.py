@@ -129,7 +129,7 @@ def whole_model_ops(result: Mapping[str, Any], step: Mapping[str, Any]) -> list[
     for kind in result["kinds"]:
         have[kind] = have.get(kind, 0) + 1
     weights = {kind: result["model_kinds"][kind] / count for kind, count in have.items()}
-    weights |= {"engram": float(result["model_engram_layers"]), "draft": 0.0 if step["kind"] == "decode" else 1.0}
+    weights["engram"] = float(result["model_engram_layers"])
     rows = []
     for op in step.get("ops", ()):
         times = sum(weights.get(part_kind(part), 1.0) for part in op["parts"]) / op["calls"]

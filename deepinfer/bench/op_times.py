@@ -1,7 +1,8 @@
 """What each op of a step takes: its calls recorded once, then timed alone, those of one op and weight role in turn.
 
 The calls of one op in all layers of a slice have weights of their own, so going round through them reads memory and not a
-cache; what else an op reads may lie in a cache as far as it fits. Composites that run from their parts are taken apart.
+cache; what else an op reads may lie in a cache as far as it fits. Composites that run from their parts are taken apart. The
+draft block has other rows and experts than the layers, so its calls are timed apart from theirs.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ _FEWEST_SAMPLES, _CLOSE = 3, 0.005
 """So few samples do where they lie within this share of their median."""
 
 _RUN_SECONDS = 0.5
+DRAFT = "draft"
+"""The part of a step that is the draft block."""
+
 _FLOAT8_OPS = frozenset({"linear", "grouped_linear", "grouped_gemm", "score_index"})
 """Ops whose operands are codes, so that a device may multiply them as such."""
 
 
 @dataclass
 class OpCalls:
-    """The calls of one op with one weight role, or in layers of one kind: what each was made in, bytes and FLOPs of their
-    cards."""
+    """The calls of one op with one weight role, or in layers of one kind, all in the draft block or none: the part that each was
+    made in, bytes and FLOPs of their cards. role: as tables name it, `wo_b`, `reuse-2`, `draft wo_b` or `draft`."""
 
     op: str
     role: str
@@ -43,7 +47,8 @@ class OpCalls:
     @property
     def dtype(self) -> str:
         """Type of the products that set the op's floor."""
-        return "float8_e4m3fn" if self.op in _FLOAT8_OPS and self.role not in ("head", "gate") else "bfloat16"
+        dense = self.role.removeprefix(f"{DRAFT} ") in ("head", "gate")
+        return "float8_e4m3fn" if self.op in _FLOAT8_OPS and not dense else "bfloat16"
 
     def run(self) -> None:
         """Makes the calls once more, in order."""
@@ -62,6 +67,8 @@ class OpRecorder:
         role = next((value.role for value in args.values() if isinstance(value, WeightHandle)), "")
         if "block_table" in args:  # layers of another kind select rows that this one's cache may not have
             role = ""
+        if role and self.part == DRAFT:
+            role = f"{DRAFT} {role}"
         key = card.name, role or self.part.rpartition(" ")[2]
         group = self.found.setdefault(key, OpCalls(*key))
         call()

@@ -18,7 +18,7 @@ from deepinfer_hal.ceilings import Ceilings, measure_ceilings
 from deepinfer_hal.dispatch import Choice
 
 from deepinfer.bench.extrapolate import DRAFTS, extrapolate, missing_kinds, whole_model_ops
-from deepinfer.bench.op_times import Timing, time_run
+from deepinfer.bench.op_times import DRAFT, Timing, time_run
 from deepinfer.bench.phases import Phases, describe
 from deepinfer.bench.slice_config import Slice, kind_counts, replayed_kind_counts
 from deepinfer.bench.slice_gap import measure_gap
@@ -52,8 +52,9 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
     steps = []
     for requests in load.requests:
         for tokens in (1, 1 + DRAFTS) if requests in load.verify else (1,):
-            what = {"kind": "decode" if tokens == 1 else "verify", "requests": requests, "tokens": tokens}
-            steps.append(bench.step(what, load.context - tokens, tokens, most, requests in load.ops_at))
+            kind = "decode" if tokens == 1 else "verify"
+            what = {"kind": kind, "requests": requests, "tokens": tokens}
+            steps.append(bench.step(what, load.context - tokens, tokens, most, load.lists_ops(kind, requests)))
     bench.bind(0)
     gaps = [bench.gap(requests, load.gap_steps) for requests in load.loops]
     for tokens in load.prefill:
@@ -191,21 +192,22 @@ class _Bench:
         with self.phases("first calls"):
             step = StepBench(self.model, self.bound, what["requests"], what["tokens"], before, logits_each)
             step.whole()  # what serves a call may be known only when it is made
-        prefill, drafts = what["kind"] == "prefill", what["kind"] == "verify" or with_ops
-        reason = "a prefill is not captured" if prefill else eager_reason(step.dispatcher, step.outside | DRAFT_ONLY)
+        reason = eager_reason(step.dispatcher, step.outside | DRAFT_ONLY)
+        if what["kind"] == "prefill":
+            reason = "a prefill is not captured"
         if self.graphs is None:
             reason = "the backend captures no graphs"
         graphs = self.graphs if reason is None else None
         whole = self._time(step.whole, graphs)
         found: dict[str, Any] = {**what, "eager_because": "" if graphs else reason, "whole": asdict(whole)}
         self.say(f"{what}: {1e3 * whole.median:.3f} ms" + ("" if graphs else f" (eager: {reason})"))
-        parts = {name: run for name, run in step.parts().items() if name != "draft" or (drafts and not prefill)}
-        found["parts"] = {name: asdict(self._time(run, graphs)) for name, run in parts.items() if name != "draft"}
-        if "draft" in parts:
+        parts = {name: run for name, run in step.parts().items() if name != DRAFT or what["kind"] == "verify"}
+        found["parts"] = {name: asdict(self._time(run, graphs)) for name, run in parts.items() if name != DRAFT}
+        if DRAFT in parts:
             with self.phases("first calls"):
-                parts["draft"]()
+                parts[DRAFT]()
             captured = graphs if eager_reason(step.dispatcher, step.outside) is None else None
-            found["parts"]["draft"] = asdict(self._time(parts["draft"], captured))
+            found["parts"][DRAFT] = asdict(self._time(parts[DRAFT], captured))
         found["finite"] = step.finite()
         if with_ops:
             found["ops"] = self._ops(step, parts)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from deepinfer_hal.step import StepMeta, plan_step
 
-from deepinfer.bench.op_times import OpRecorder
+from deepinfer.bench.extrapolate import DRAFTS
+from deepinfer.bench.op_times import DRAFT, OpRecorder
 from deepinfer.bench.slice_config import layer_kind
 from deepinfer.bench.slice_model import SliceModel
 from deepinfer.model.layers import Residual
@@ -80,7 +81,8 @@ class StepBench:
         self.advance(step.tokens, self.slots, self.positions, self.model.state.history)
 
     def parts(self) -> dict[str, Callable[[], None]]:
-        """The step's parts by name: `input`, `layer i kind`, `engram`, `features`, `head` and `draft`."""
+        """The step's parts by name: `input`, `layer i kind`, `engram`, `features`, `head` and `draft`, of which a verify step
+        takes no more than its own tokens."""
         network, views = self.network, self.network.buffers.rows(self.rows)
 
         def tokens_in() -> None:
@@ -102,7 +104,7 @@ class StepBench:
             anchors, gold = self.positions[:: max(1, len(self.positions) // self.requests)] - 1, self.slots[: self.requests] + 1
             slots = self.slots[:: max(1, len(self.slots) // self.requests)].contiguous()
             anchors = anchors.contiguous()
-            found["draft"] = lambda: network.draft(slots, anchors, gold)
+            found[DRAFT] = lambda: network.draft(slots, anchors, gold, DRAFTS)
         return found
 
     def _layer(self, topology: Any, views: Any) -> Callable[[], None]:

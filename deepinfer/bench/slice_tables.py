@@ -83,11 +83,15 @@ def _key(step: Mapping[str, Any]) -> tuple[str, int, int]:
 
 
 def ops_tables(results: Sequence[Result], most: int = 12) -> Iterator[tuple[str, str]]:
-    """(title, table of the most expensive ops) of every step of which ops were timed."""
+    """(title with the sum over all ops beside the step, table of the most expensive) of every step of which ops were timed."""
     for result in results:
+        seconds = {_key(one): one["seconds"] for one in result["whole_model"]}
         for step in result["steps"]:
             if step.get("ops"):
                 title = f"EP{result['ranks']}, {step['kind']} {step['requests']} x {step['tokens']}, whole model"
+                title += f", its ops alone {1e3 * sum(op['seconds'] for op in step['ops']):.2f} ms"
+                if _key(step) in seconds:
+                    title += f" of {1e3 * seconds[_key(step)]:.2f}"
                 yield title, markdown(("op", "role or layer kind", "us", "share", "of floor"), map(_op_row, step["ops"][:most]))
 
 

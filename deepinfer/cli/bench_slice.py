@@ -28,6 +28,7 @@ def rank_slice(
     context: Annotated[int, typer.Option(parser=human_size, metavar="N", help="Tokens before each.")] = 131_072,
     prefill: Annotated[str, typer.Option(help="Tokens of the prefill steps; none: `-`.")] = "4k,16k,64k",
     ops_at: Annotated[str, typer.Option(help="Sizes of which every op is timed too; none: `-`.")] = "64,4k",
+    verify_ops_at: Annotated[str, typer.Option(help="Sequences of which the verify step's ops alone are.")] = "-",
     gap_steps: Annotated[int, typer.Option(min=0, help="Decode steps of the engine's own loop, for the gap between steps.")] = 64,
     seconds: Annotated[float, typer.Option(min=0, help="For each of --ranks; later steps are left out.")] = 0.0,
     memory: Annotated[bool, typer.Option("--memory", help="Print what it takes of memory; measure nothing.")] = False,
@@ -46,7 +47,10 @@ def rank_slice(
 
     config = _model_config(model)
     sizes = _sizes(requests)
-    load = Workload(sizes, _sizes(verify) if verify else sizes, context, _sizes(prefill), _sizes(ops_at), gap_steps, seconds)
+    load = Workload(
+        sizes, _sizes(verify) if verify else sizes, context, _sizes(prefill), _sizes(ops_at), gap_steps, seconds,
+        _sizes(verify_ops_at),
+    )  # fmt: skip
     load.check()
     cuts = [make_slice(config, layers, one) for one in _sizes(ranks)]
     if memory:

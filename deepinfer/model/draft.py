@@ -10,6 +10,7 @@ import torch
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.step import StepMeta
 
+from deepinfer.model.buffers import Buffers
 from deepinfer.model.layers import Residual
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class DraftResult:
-    """One block per request: base_logits, draft_logits float32 [R, B, V]; tokens int32 [R, B]; raw_hidden [R, B, H];
-    confidence_logit, confidence float32 [R, B]."""
+    """The first S tokens of a block per request: base_logits, draft_logits float32 [R, S, V]; tokens int32 [R, S]; raw_hidden
+    [R, S, H]; confidence_logit, confidence float32 [R, S]. Rows of a step lie together, those of a request do not."""
 
     base_logits: torch.Tensor
     draft_logits: torch.Tensor
@@ -45,7 +46,24 @@ class Draft:
             buffers.define_quantised("features_q", len(self.targets) * hidden)
             buffers.define_quantised("main_q", hidden)
         self.rows = torch.zeros(buffers.max_rows, network.state.layout.window_row_bytes, dtype=torch.uint8, device=buffers.device)
+        self.inputs = self._make_inputs()
         self._bind(dispatcher)
+
+    def _make_inputs(self) -> Buffers:
+        """What the ops of a block read besides weights and the call's own arguments, by request. Made once, since making one of
+        these on a device takes as long as a small op; of all of it a call writes only the first id of each block."""
+        text, rows, device = self.text, self.network.buffers.max_rows, self.network.buffers.device
+        self.order = torch.arange(rows, dtype=torch.int32, device=device)
+        self.steps = torch.arange(1, text.dspark_block_size + 1, dtype=torch.int32, device=device)
+        inputs = Buffers(max(1, rows // text.dspark_block_size), device)
+        inputs.define("ids", (text.dspark_block_size,), torch.int32)
+        inputs.rows(inputs.max_rows).ids.fill_(text.dspark_noise_token_id)
+        inputs.define("ring_rows", (), torch.int32)
+        inputs.rows(inputs.max_rows).ring_rows.fill_(self.network.state.layout.ring_rows)
+        for name, dtype in (("zero", torch.float32), ("one", torch.float32), ("none", torch.int32), ("seeds", torch.int64)):
+            inputs.define(name, (), dtype)
+        inputs.rows(inputs.max_rows).one.fill_(1.0)
+        return inputs
 
     def _bind(self, dispatcher: Dispatcher) -> None:
         numerics = self.network.numerics
@@ -93,28 +111,28 @@ class Draft:
                 network.numerics.window_format, None, network.state.ring(topology.layer),
             )  # fmt: skip
 
-    def __call__(self, slots: torch.Tensor, anchors: torch.Tensor, gold: torch.Tensor) -> DraftResult:
-        """Proposes a block for R requests.
+    def __call__(
+        self, slots: torch.Tensor, anchors: torch.Tensor, gold: torch.Tensor, drafts: int | None = None
+    ) -> DraftResult:
+        """Proposes tokens for R requests.
 
-        slots, anchors, gold int32 [R]: state slot, last accepted position P, and the token already chosen for P + 1. The
-        sequential part is greedy.
+        slots, anchors, gold int32 [R]: state slot, last accepted position P, and the token already chosen for P + 1. drafts: how
+        many tokens of the block are wanted, by default all: its rows see one another, so all of them run, but heads and the
+        sequential part, which is greedy, run for the first `drafts` alone and give the same for them.
         """
         network, text = self.network, self.text
-        requests, size, device = slots.shape[0], text.dspark_block_size, slots.device
-        ids = torch.full((requests, size), text.dspark_noise_token_id, dtype=torch.int32, device=device)
-        ids[:, 0] = gold
-        steps = torch.arange(1, size + 1, dtype=torch.int32, device=device)
-        positions = (anchors[:, None] + steps).reshape(-1).contiguous()
+        requests, size = slots.shape[0], text.dspark_block_size
+        given = self.inputs.rows(requests)
+        given.ids[:, 0] = gold
+        positions = (anchors[:, None] + self.steps).view(-1)
         views = network.buffers.rows(requests * size)
-        network.embed(ids.view(-1), network.weights.embedding, None, views.streams)
+        network.embed(given.ids.view(-1), network.weights.embedding, None, views.streams)
         residual = network.blocks.start(views)
-        layout = network.state.layout
-        base = slots * layout.slot_rows
-        window = (base, torch.zeros_like(base), torch.full_like(base, layout.ring_rows))
+        window = slots * network.state.layout.slot_rows, given.none, given.ring_rows
         for block, topology in zip(self.weights.blocks, text.draft_layers, strict=True):
             self._block(block, topology, residual, positions, anchors, window, views)
         network.blocks.finish_site(residual, views)
-        return self._heads(residual, gold, requests, size, views)
+        return self._heads(residual, gold, size if drafts is None else min(drafts, size), views)
 
     def _block(
         self, block: Any, topology: Any, residual: Residual, positions: torch.Tensor, anchors: torch.Tensor, window: Any,
@@ -127,8 +145,7 @@ class Draft:
         x, x_scale = (views.x_q, views.x_q_scale) if quantised else (views.x, None)
         attention.attn_in(x, x_scale, block.attn_in, None, views.attn_in, None)
         attention.query(block, positions, views, table)
-        rows = self.rows[: positions.shape[0]]
-        order = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+        rows, order = self.rows[: positions.shape[0]], self.order[: positions.shape[0]]
         attention.write_window(views.kv_raw, block.kv_norm, text.rms_norm_eps, positions, table, order, fmt, 0, None, rows, None)
         self.attention(
             views.q, network.state.ring(topology.layer), *window, fmt, anchors, rows, text.dspark_block_size, block.sink,
@@ -138,43 +155,40 @@ class Draft:
         network.blocks.enter_site(block.ffn_site, residual, views)
         network.blocks.feed_forward(block.moe, True, views)
 
-    def _heads(self, residual: Residual, gold: torch.Tensor, requests: int, size: int, views: Any) -> DraftResult:
-        """Base logits of all rows, then the Markov chain and the confidence of each step."""
+    def _heads(self, residual: Residual, gold: torch.Tensor, steps: int, views: Any) -> DraftResult:
+        """Base logits of the first `steps` rows of each block, then the Markov chain and the confidence of each step. All is
+        kept step by step, so that a step's rows of all requests are one matrix and nothing is copied in between."""
         network, text, weights = self.network, self.text, self.weights
-        device, dtype = gold.device, network.numerics.stream_dtype
-        rows, hidden, vocab = requests * size, text.hidden_size, text.vocab_size
-        raw = torch.empty(rows, hidden, dtype=dtype, device=device)
-        normed = torch.empty_like(raw)
-        base = torch.empty(rows, vocab, dtype=torch.float32, device=device)
+        device, requests = gold.device, gold.shape[0]
+        raw = torch.empty(views.streams.shape[0], text.hidden_size, dtype=network.numerics.stream_dtype, device=device)
         network.collapse(views.streams, residual.pre, None, raw)
-        network.norm(raw, weights.norm, text.rms_norm_eps, None, normed, None, None)
-        network.head(normed, None, network.weights.head, None, base, None)
-        result = DraftResult(
-            base.view(requests, size, vocab),
-            torch.empty(requests, size, vocab, dtype=torch.float32, device=device),
-            torch.empty(requests, size, dtype=torch.int32, device=device),
-            raw.view(requests, size, hidden),
-            torch.empty(requests, size, dtype=torch.float32, device=device),
-            torch.empty(requests, size, dtype=torch.float32, device=device),
+        raw = raw.view(requests, -1, text.hidden_size)[:, :steps].transpose(0, 1).contiguous()
+        normed = torch.empty_like(raw)
+        network.norm(raw.flatten(0, 1), weights.norm, text.rms_norm_eps, None, normed.flatten(0, 1), None, None)
+        base = torch.empty(steps, requests, text.vocab_size, dtype=torch.float32, device=device)
+        network.head(normed.flatten(0, 1), None, network.weights.head, None, base.flatten(0, 1), None)
+        logit, probability = (_by_step(steps, requests, torch.float32, device) for _ in range(2))
+        by_step = DraftResult(
+            base, torch.empty_like(base), _by_step(steps, requests, torch.int32, device), raw, logit, probability
         )
         previous = gold
-        for step in range(size):
-            previous = self._chain(result, step, previous)
-        return result
+        for step in range(steps):
+            previous = self._chain(by_step, step, previous)
+        return DraftResult(*(value.transpose(0, 1) for value in vars(by_step).values()))
 
-    def _chain(self, result: DraftResult, step: int, previous: torch.Tensor) -> torch.Tensor:
+    def _chain(self, by_step: DraftResult, step: int, previous: torch.Tensor) -> torch.Tensor:
         """One sequential step for all requests; returns its tokens."""
-        weights, requests, device = self.weights, previous.shape[0], previous.device
-        logits = torch.empty_like(result.base_logits[:, step])
-        embedded = torch.empty(requests, self.text.dspark_markov_rank, dtype=result.raw_hidden.dtype, device=device)
-        base = result.base_logits[:, step].contiguous()
-        self.markov(base, previous, weights.markov_embed, weights.markov_head, logits, embedded)
-        logit = torch.empty(requests, dtype=torch.float32, device=device)
-        probability = torch.empty_like(logit)
-        self.confidence(result.raw_hidden[:, step].contiguous(), embedded, weights.confidence, 1.0, logit, probability)
-        zeros, token = torch.zeros_like(logit), torch.empty(requests, dtype=torch.int32, device=device)
-        none, seeds = torch.zeros_like(previous), torch.zeros(requests, dtype=torch.int64, device=device)
-        self.sample(logits, zeros, none, zeros + 1, zeros, seeds, none, 0, token)
-        result.draft_logits[:, step], result.tokens[:, step] = logits, token
-        result.confidence_logit[:, step], result.confidence[:, step] = logit, probability
-        return token
+        weights, requests = self.weights, previous.shape[0]
+        raw, logits, tokens = by_step.raw_hidden[step], by_step.draft_logits[step], by_step.tokens[step]
+        embedded = torch.empty(requests, self.text.dspark_markov_rank, dtype=raw.dtype, device=raw.device)
+        self.markov(by_step.base_logits[step], previous, weights.markov_embed, weights.markov_head, logits, embedded)
+        self.confidence(raw, embedded, weights.confidence, 1.0, by_step.confidence_logit[step], by_step.confidence[step])
+        given = self.inputs.rows(requests)  # temperature 0, so nothing else of the settings counts
+        self.sample(logits, given.zero, given.none, given.one, given.zero, given.seeds, given.none, 0, tokens)
+        return tokens
+
+
+def _by_step(steps: int, requests: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Room for [steps, requests] numbers of four bytes, each step's at a multiple of 16 bytes: kernels may be compiled anew for
+    an address that is none."""
+    return torch.empty(steps, -(-requests // 4) * 4, dtype=dtype, device=device)[:, :requests]

@@ -101,6 +101,20 @@ def test_drafts_and_their_confidence_do_not_depend_on_neighbours_or_slots(name, 
         assert all(torch.equal(one, other) for one, other in zip(single, together[which], strict=True))
 
 
+@needs_native
+@both
+def test_the_first_tokens_of_a_draft_are_the_same_when_no_more_are_wanted(name, numerics):
+    runner, ids, anchors = invariant_runner(name, numerics), nano_text(name), np.array([200, 131, 4])
+    for slot, anchor in enumerate(anchors):
+        for _ in runner.prefill(ids[: anchor + 1], 64, slot=slot, first_block=5 * slot):
+            pass
+    arguments = [runner.upload(array.astype(np.int32)) for array in (np.arange(3), anchors, ids[anchors + 1])]
+    whole, first = runner.network.draft(*arguments), runner.network.draft(*arguments, drafts=3)
+    assert whole.tokens.shape == (3, 5) and first.tokens.shape == (3, 3) and len(whole.tokens.unique()) > 3
+    for one, other in zip(vars(whole).values(), vars(first).values(), strict=True):
+        assert torch.equal(one[:, :3], other)
+
+
 def replace_kernels(monkeypatch, op, **changes):
     """Offers the CPU backend's kernels with changes to one of them; `fn` gets the kernel it replaces."""
     offered = CpuBackend().kernels(0)

@@ -166,16 +166,35 @@ class TestMeasuring:
         assert [step["kind"] for step in result["steps"]] == ["decode", "verify", "prefill"]
         for step in (decode, verify):
             assert step["finite"] and step["whole"]["graph"] and all(part["graph"] for part in step["parts"].values())
-            assert list(step["parts"])[-4:] == ["engram", "features", "head", "draft"]
+        assert list(decode["parts"])[-3:] == ["engram", "features", "head"]
+        assert list(verify["parts"])[-4:] == ["engram", "features", "head", "draft"]
         assert prefill["finite"] and not prefill["whole"]["graph"] and "draft" not in prefill["parts"]
 
     def test_every_op_is_timed_beside_its_floor_and_its_calls_are_told_apart_by_part(self, result):
         ops = {(op["op"], op["role"]): op for op in result["steps"][0]["ops"]}
-        assert ops["grouped_gemm", "experts_down"]["calls"] == 6 + 3  # six layers, three draft blocks
+        assert ops["grouped_gemm", "experts_down"]["calls"] == 6
         assert ops["sparse_attention", "source-2"]["calls"] == 1
         assert all(op["seconds"] >= 0 and op["floor_seconds"] >= 0 and op["bytes"] > 0 for op in ops.values())
         assert sum(op["share"] for op in ops.values()) == pytest.approx(1)
-        assert ("draft_attention", "draft") in ops and ops["draft_attention", "draft"]["seconds"] == 0
+
+    def test_ops_of_the_draft_block_are_timed_apart_and_in_a_verify_step_alone(self, result):
+        decode, verify = ({(op["op"], op["role"]): op for op in step["ops"]} for step in result["steps"][:2])
+        assert not any("draft" in op["parts"] or role.startswith("draft ") for (_, role), op in decode.items())
+        layers, draft = verify["grouped_gemm", "experts_down"], verify["grouped_gemm", "draft experts_down"]
+        assert layers["calls"] == 6 and all(part.startswith("layer ") for part in layers["parts"])
+        assert draft["parts"] == ["draft"] * 3 and draft["flops"] != layers["flops"]
+        head, draft_head = verify["linear", "head"], verify["linear", "draft head"]
+        assert (head["parts"], draft_head["parts"]) == (["head"], ["draft"])
+        assert head["dtype"] == draft_head["dtype"] == "bfloat16"
+        assert 4 * draft_head["flops"] == 3 * head["flops"]  # three drafts a request, four tokens to verify
+        assert verify["markov_logits", "draft markov_embed"]["calls"] == verify["sample", "draft"]["calls"] == 3
+        assert {role for op, role in verify if op == "draft_attention"} == {"draft"}
+
+    def test_ops_of_a_verify_step_can_be_asked_for_alone(self):
+        load = Workload((1,), (1,), 128, (), (), gap_steps=2, verify_ops_at=(1,))
+        found = measure(CpuBackend(), 0, make_slice(NANO, 2, 2), load)
+        assert [(step["kind"], "ops" in step) for step in found["steps"]] == [("decode", False), ("verify", True)]
+        assert found["gaps"] == []
 
     def test_the_whole_model_is_the_sum_of_its_terms(self, result):
         assert result["missing_kinds"] == [] and len(result["whole_model"]) == 4
@@ -329,6 +348,7 @@ class TestTheCommand:
         [
             (["--requests", "8,0"], "requests: 0 is no size of a step"), (["--prefill", "0"], "prefill: 0 is no size"),
             (["--requests", "-", "--prefill", "-"], "neither a decode nor a prefill step"),
+            (["--verify", "8", "--verify-ops-at", "8,16"], "verify_ops_at: 16 is none of --verify 8"),
             (["--context", "3"], "context: 3 does not hold the tokens of a verify step: give 4"),
             (["--report", "FILE/slice.json"], "FILE/slice.json cannot be written"),
             (["--plot", "p.png"], "needs matplotlib"),
