@@ -138,6 +138,19 @@ def test_an_index_score_of_a_query_with_nan_is_nan():
     assert args["scores"][1, :seen].isnan().all() and args["scores"][0, : int(args["visible"][0])].isfinite().all()
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("op", ["linear", "grouped_linear"])
+def test_products_of_a_weight_row_with_a_nan_code_are_nan_and_no_others(op, code):
+    case = next(one for one in get_card(op).enumerate_cases() if one.params["T"] == 33 and one.params["x"] == "u8")
+    args = get_card(op).generate(case, 0, "cpu", prepare_canonical)
+    stored, columns = args["weight"].canonical(), args["weight"].shape[-2]
+    stored.values.view(-1, stored.values.shape[-1])[columns - 3, 9] = code  # of the first group
+    args |= {"out": torch.zeros(args["out"].shape), "out_scale": None}
+    KERNELS[op].fn(*args.values())
+    rows = case.params.get("count", 33)
+    assert args["out"][:rows, columns - 3].isnan().all() and int(args["out"].isnan().sum()) == rows
+
+
 def test_every_kernel_states_its_invariance_and_a_symbol_that_names_the_target():
     for target in TARGETS.values():
         for kernel in triton_kernels(target):

@@ -6,7 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from deepinfer_cuda import native, native_library
+from deepinfer_cuda.backend import CudaBackend
 from deepinfer_hal.card import get_card, sum_tolerance
+from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.errors import BadCall
 from deepinfer_hal.formats import dequantise, quantise, quantise_weight_fp8
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
@@ -300,6 +302,21 @@ def test_a_count_below_zero_means_no_rows_and_one_above_all_means_all(coded):
         rows = torch.arange(given, device="cuda")
         assert bool(problem.run(rows, count=-3).isnan().all())
         assert torch.equal(problem.run(rows, count=2**30), problem.run(rows))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("rows", [5, 64, 300])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_products_of_a_weight_row_with_a_nan_code_are_nan_and_no_others(groups, rows, code):
+    problem, backend = Problem(groups, 512, 256, True), CudaBackend()
+    stored = problem.weight.canonical()
+    stored.values.view(-1, 512, 256)[0, 300, 77] = code
+    with pytest.warns(UserWarning, match="1 codes that are NaN, the first at"):
+        weight = backend.prepare_weight(0, "wo_a", stored)
+    out = torch.empty(rows, problem.columns, device="cuda", dtype=torch.bfloat16)
+    call = Dispatcher(backend, 0, fallback="forbid").bind("grouped_linear" if groups else "linear", "wo_a", x="u8", out="bf16")
+    call(problem.x[:rows], problem.x_scale[:rows], weight, None, out, None)
+    assert bool(out[:, 300].isnan().all()) and int(out.isnan().sum()) == rows
 
 
 def test_a_sum_of_no_terms_is_zero():

@@ -9,8 +9,10 @@ from deepinfer_cuda import kernels, native, weights
 from deepinfer_cuda.backend import CudaBackend
 from deepinfer_cuda.gpu import Gpu
 from deepinfer_hal import formats
-from deepinfer_hal.errors import BadCall
+from deepinfer_hal.card import get_card
+from deepinfer_hal.errors import BadCall, Unsupported
 from deepinfer_hal.kernel import CallSpec, Kernel, No, Yes
+from deepinfer_hal.late import LateCall
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,9 +151,51 @@ def test_an_fp8_weight_with_a_code_that_is_nan_is_kept_with_a_warning_where_cuda
     broken = CanonicalWeight("fp8_block32", values.view(stored_as), scales)
     with pytest.warns(UserWarning, match=r"weight wq_a \[64, 96\] has 1 codes that are NaN, the first at \[5, 7\]"):
         kept = backend.prepare_weight(0, "wq_a", broken).canonical()
-    assert torch.equal(kept.values, broken.values) and torch.equal(kept.scales, scales)
+    assert kept.format == "fp8_block32" and torch.equal(kept.values, broken.values) and torch.equal(kept.scales, scales)
     monkeypatch.setattr(backend_module, "_has_native_kernels", lambda one: False)
     assert torch.equal(backend.prepare_weight(0, "wq_a", broken).canonical().values, broken.values)
+
+
+class TestAWeightWithNanCodes:
+    def stored(self, groups: int = 2) -> CanonicalWeight:
+        """[groups, 64, 96], the first matrix with one such code, in row 5."""
+        made = [formats.quantise_weight_fp8(torch.linspace(-500, 500, 64 * 96).view(64, 96)) for _ in range(groups)]
+        values, scales = (torch.stack(parts) for parts in zip(*made, strict=True))
+        values[0, 5, 7] = 0x7F
+        return CanonicalWeight("fp8_block32", values, scales)
+
+    def test_is_served_by_the_portable_kernel_and_a_whole_one_of_the_same_role_by_the_cuda_kernel(self):
+        card, served = get_card("linear"), []
+
+        def kernel(provider: str, supports, priority: int) -> Kernel:
+            def call(*args):
+                served.append(provider)
+                card.reference(*args)
+
+            return Kernel("linear", provider, call, f"{provider}_linear", "yes", supports=supports, priority=priority)
+
+        offers = [kernel("cuda", native.supports, 100), kernel("triton", lambda call: Yes(), 50)]
+        settled = []
+        late = LateCall(card, offers, False, lambda kernel, refused: settled.append(refused))
+        stored = self.stored()
+        whole, broken = (CanonicalWeight("fp8_block32", stored.values[i], stored.scales[i]) for i in (1, 0))
+        x, x_scale = formats.quantise(torch.randn(3, 96), "fp8_32")
+        for weight in (WeightHandle("wq_a", whole), weights.NanWeight("wq_a", broken)):
+            out = torch.empty(3, 64)
+            late(x, x_scale, weight, None, out, None)
+        assert served == ["cuda", "triton"] and "fp8_block32 with NaN" in settled[1][0]
+        assert bool(out[:, 5].isnan().all()) and int(out.isnan().sum()) == 3
+
+    def test_leaves_no_kernel_of_the_library_that_would_read_it(self):
+        statics = {"x": "u8", "out": "bf16", "N": 64, "K": 96, "weight": weights.NanWeight("wo_a", self.stored()).format}
+        for op in ("linear", "grouped_linear", "grouped_gemm"):
+            assert isinstance(native.supports(CallSpec(op, statics)), No)
+        with pytest.raises(Unsupported, match="weight 'wo_a' has codes that are NaN"):
+            weights.pack_weight(weights.NanWeight("wo_a", self.stored()))
+
+    def test_marks_its_slots_too(self):
+        slot = weights.NanWeight("experts_down", self.stored()).slot(0)
+        assert slot.format == weights.NanWeight.FORMAT and slot.canonical().format == "fp8_block32" and slot.shape == (64, 96)
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (2, 64, 1024)])

@@ -60,8 +60,8 @@ class CudaBackend(Backend):
             return kept
         if broken:
             shape = list(canonical.shape)
-            warnings.warn(f"weight {role} {shape} has {broken}; CUDA C++ kernels may read them as numbers", stacklevel=2)
-            return kept
+            warnings.warn(f"weight {role} {shape} has {broken}; products of those rows of it are NaN", stacklevel=2)
+            return weights.NanWeight(role, kept.canonical())
         return weights.prepare(role, kept.canonical())
 
     def communicator(self, index: int) -> type[Communicator] | None:

@@ -1,4 +1,5 @@
-"""Weights of the CUDA backend: FP4 experts as fragments of Hopper's matrix instruction, everything else as the checkpoint.
+"""Weights of the CUDA backend: FP4 experts as fragments of Hopper's matrix instruction, everything else as the checkpoint; an
+FP8 weight with codes that are NaN says so in its format, since the CUDA C++ kernels do not read them.
 
 Fragments (DI_LAYOUT_WGMMA_FP4) of a matrix [N, K], N a multiple of 64 and K of 128: for each 128 of K and each granule of 64
 rows there is one block of 4352 bytes, as many as the checkpoint's; granules that a kernel takes together lie together:
@@ -20,7 +21,7 @@ import functools
 import torch
 from deepinfer_hal.c_abi import pack_tensor
 from deepinfer_hal.c_abi import pack_weight as pack_canonical
-from deepinfer_hal.errors import BadCall
+from deepinfer_hal.errors import BadCall, Unsupported
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 
 LAYOUT_WGMMA_FP4 = 4
@@ -147,11 +148,28 @@ def nan_codes(stored: CanonicalWeight) -> str:
     return f"{int(nan.sum())} codes that are NaN, the first at {nan.nonzero()[0].tolist()}" if bool(nan.any()) else ""
 
 
+class NanWeight(WeightHandle):
+    """An FP8 weight with codes that are NaN, in the checkpoint's layout. A kernel's `supports` is told its format, which is none
+    that a CUDA C++ kernel knows, so that the Triton kernel serves it, whose sums are NaN where they should be."""
+
+    FORMAT = "fp8_block32 with NaN"
+
+    def __init__(self, role: str, canonical: CanonicalWeight) -> None:
+        super().__init__(role, canonical)
+        self.format = self.FORMAT
+
+    def slot(self, index: int) -> WeightHandle:
+        return NanWeight(self.role, super().slot(index).canonical())
+
+
 def stored_values(weight: WeightHandle) -> torch.Tensor:
     """The tensor that holds a handle's values as they are stored."""
     return weight.packed_bytes if isinstance(weight, FragmentWeight) else weight.canonical().values
 
 
 def pack_weight(weight: WeightHandle) -> tuple[bytes, bytes]:
-    """Values and scales of any handle of this backend behind the C ABI."""
+    """Values and scales of any handle of this backend behind the C ABI. Unsupported for one with codes that are NaN, which only
+    a call gets here that was bound as one of another format."""
+    if isinstance(weight, NanWeight):
+        raise Unsupported(f"weight {weight.role!r} has codes that are NaN, which the CUDA C++ kernels do not read as such")
     return weight.packed() if isinstance(weight, FragmentWeight) else pack_canonical(weight)
