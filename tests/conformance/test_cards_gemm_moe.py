@@ -62,6 +62,26 @@ def test_linear_of_codes_multiplies_decoded_values():
     np.testing.assert_allclose(f64(args["out"]), dense(args["x"], args["x_scale"]) @ w.T, atol=1e-5)
 
 
+FAR_CASES = [
+    (card, case) for name in ("linear", "grouped_linear", "grouped_gemm") for card, case in cases_of(name) if "far" in case.params
+]
+
+
+@pytest.mark.parametrize(("card", "case"), FAR_CASES, ids=case_id)
+def test_far_scales_keep_the_size_of_sums_and_a_tolerance_that_tells_a_lost_group(card, case):
+    args = card.generate(case, 0, "cpu", prepare_canonical)
+    spread = args["x_scale"].int().amax(0) - args["x_scale"].int().amin()
+    assert int(spread.max()) >= 100 and len(spread.unique()) > 2
+    args |= {"out": torch.zeros(args["out"].shape), "out_scale": None}
+    card.reference(*args.values())
+    right, tolerance = args["out"].clone(), card.tolerance(args, "out")
+    assert right.isfinite().all() and 0.1 < right.std() < 10
+    args["x"][:, 32:64] = 0  # some of the columns, whatever their scale is
+    card.reference(*args.values())
+    allowed = tolerance.atol + tolerance.rtol * right.abs()
+    assert ((args["out"] - right).abs() > allowed)[:, : case.params["N"]].float().mean() > 0.9
+
+
 def test_linear_quantises_straight_from_the_sum():
     coded = run("linear", T=9, K=64, N=64, x="f32", w="f32", out="u8")
     plain = made("linear", T=9, K=64, N=64, x="f32", w="f32", out="u8")[1]

@@ -103,8 +103,22 @@ def largest(x: torch.Tensor, x_scale: torch.Tensor | None = None) -> float:
 def matmul_tolerance(args: Mapping[str, Any], name: str) -> Tolerance:
     """Of x W^T with the arguments x, x_scale, weight and out: an FP32 sum of K products, rounded once."""
     weight, out = args["weight"], args["out"]
-    magnitude = largest(args["x"], args["x_scale"]) * float(weight.dequantise().abs().max())
-    return sum_tolerance(torch.float32 if out.dtype == torch.uint8 else out.dtype, weight.shape[-1], magnitude)
+    return sum_tolerance(torch.float32 if out.dtype == torch.uint8 else out.dtype, weight.shape[-1], largest_product(args))
+
+
+def largest_product(args: Mapping[str, Any]) -> float:
+    """The largest magnitude of x times that of the weight in the same 32 columns, which share scales: those of other columns
+    never meet, and may lie as far apart as exponents reach."""
+    weight, x = args["weight"], args["x"]
+    if x.numel() == 0:
+        return 0.0
+    values = torch.nan_to_num(load_rows(x, args["x_scale"]).float(), nan=0.0, posinf=0.0, neginf=0.0).abs().amax(0)
+    columns = weight.dequantise().abs().amax(-2)  # [K], or [G or E, K]
+    if columns.numel() != values.numel():
+        columns = columns.amax(0)  # experts, whose columns are the same of x
+    values = values.view(-1, weight.shape[-1])
+    groups = (torch.nn.functional.pad(one.reshape(values.shape), (0, -values.shape[-1] % 32)) for one in (values, columns))
+    return float(torch.stack([one.unflatten(-1, (-1, 32)).amax(-1) for one in groups]).prod(0).max())
 
 
 def matmul_cost(args: Mapping[str, Any]) -> Cost:
@@ -253,6 +267,24 @@ def make_weight(
     if len(kept) > _MOST_DRAWN:
         del kept[next(iter(kept))]
     return prepare(role, stored)
+
+
+def far_scales(span: str | None, gen: torch.Generator, x_scale: torch.Tensor | None, prepare: Prepare) -> Prepare:
+    """Moves the scales of x, each 32 columns by a power of two of their own out of `span`, e.g. "-100..100", and gives a
+    `prepare` that moves a weight's the other way: no product changes its size. None: all stay as they are."""
+    if span is None or x_scale is None:
+        return prepare
+    least, greatest = map(int, span.split(".."))
+    powers = torch.randint(least, greatest + 1, x_scale.shape[-1:], generator=gen).to(x_scale.device)
+    powers[0], powers[-1] = least, greatest
+    x_scale.copy_(x_scale.int() + powers)
+
+    def moved(role: str, stored: CanonicalWeight) -> WeightHandle:
+        """Columns of x are those of every matrix, or, where x has as many as all matrices, of one each."""
+        own = powers.view(-1, 1, stored.scales.shape[-1]) if len(powers) > stored.scales.shape[-1] else powers
+        return prepare(role, CanonicalWeight(stored.format, stored.values, (stored.scales.int() - own).to(torch.uint8)))
+
+    return moved
 
 
 def _draw_weight(fmt: str, gen: torch.Generator, shape: tuple[int, ...], scale: float | None, device: Any) -> CanonicalWeight:

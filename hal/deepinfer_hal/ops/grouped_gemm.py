@@ -45,6 +45,9 @@ def _cases() -> list[Case]:
         dict(M=20, E=4, K=64, N=64, x="f32", w="f32", out="f32", spare=20),
         dict(M=6, E=16, K=128, N=96, x="u8", w="fp8_block32", out="u8"),
         dict(M=12, E=384, K=64, N=64, x="u8", w="fp4_row32", out="bf16"),
+        dict(M=20, E=4, K=256, N=128, x="u8", w="fp4_row32", out="f32", far="0..100"),
+        dict(M=80, E=2, K=256, N=128, x="u8", w="fp4_row32", out="bf16", far="0..100"),
+        dict(M=9, E=4, K=256, N=64, x="u8", w="fp4_row32", out="bf16", far="-100..100"),
     ]
     return [Case("grouped_gemm", row) for row in rows]
 
@@ -65,6 +68,7 @@ def _generate(case: Case, seed: int, device: Any, prepare: c.Prepare) -> dict[st
     y, y_scale = c.poisoned_pair(rows, p["N"], device)
     if p["out"] != "u8":
         y, y_scale = c.poisoned(rows, p["N"], dtype=c.dtype_of(p["out"]), device=device), None
+    prepare = c.far_scales(p.get("far"), gen, x_scale, prepare)
     handle = c.make_weight(prepare, "experts_gate_up", p["w"], gen, experts, p["N"], p["K"], device=device)
     return {"x": x, "x_scale": x_scale, "weight": handle, "offsets": offsets, "out": y, "out_scale": y_scale}
 

@@ -37,6 +37,8 @@ def _cases() -> list[Case]:
         dict(T=33, G=2, K=64, N=16, x="f32", w="f32", out="f32"),
         dict(T=5, G=4, K=64, N=16, x="u8", w="fp8_block32", out="u8", count=3),
         dict(T=2, G=8, K=4096, N=64, x="u8", w="fp8_block32", out="bf16"),
+        dict(T=5, G=2, K=256, N=64, x="u8", w="fp8_block32", out="f32", far="-100..100"),
+        dict(T=70, G=2, K=128, N=96, x="u8", w="fp8_block32", out="bf16", far="-100..100"),
     ]
     return [Case("grouped_linear", row) for row in rows]
 
@@ -55,6 +57,7 @@ def _generate(case: Case, seed: int, device: Any, prepare: c.Prepare) -> dict[st
         y, y_scale = c.poisoned(p["T"], groups * p["N"], dtype=c.dtype_of(p["out"]), device=device), None
     if p.get("strided"):
         x, y = c.strided(x), c.strided(y)
+    prepare = c.far_scales(p.get("far"), gen, x_scale, prepare)
     handle = c.make_weight(prepare, "wo_a", p["w"], gen, groups, p["N"], p["K"], device=device)
     count = c.count_tensor(p.get("count"), device)
     return {"x": x, "x_scale": x_scale, "weight": handle, "count": count, "out": y, "out_scale": y_scale}

@@ -42,6 +42,9 @@ def _cases() -> list[Case]:
         dict(T=4, K=256, N=64, x="bf16", w="fp4_row32", out="u8", count=0),
         dict(T=2, K=1280, N=2048, x="u8", w="fp8_block32", out="bf16", strided=True),
         dict(T=5, K=5120, N=384, x="bf16", w="bf16", out="f32"),
+        dict(T=5, K=512, N=96, x="u8", w="fp8_block32", out="f32", far="-100..100"),
+        dict(T=70, K=256, N=256, x="u8", w="fp8_block32", out="bf16", far="-100..100"),
+        dict(T=3, K=256, N=64, x="u8", w="fp8_block32", out="u8", far="0..100"),
     ]
     return [Case("linear", row) for row in rows]
 
@@ -58,6 +61,7 @@ def _generate(case: Case, seed: int, device: Any, prepare: c.Prepare) -> dict[st
         y, y_scale = c.poisoned(p["T"], p["N"], dtype=c.dtype_of(p["out"]), device=device), None
     if p.get("strided"):
         x, y = c.strided(x), c.strided(y)
+    prepare = c.far_scales(p.get("far"), gen, x_scale, prepare)
     handle = c.make_weight(prepare, "linear", p["w"], gen, p["N"], p["K"], device=device)
     count = c.count_tensor(p.get("count"), device)
     return {"x": x, "x_scale": x_scale, "weight": handle, "count": count, "out": y, "out_scale": y_scale}
