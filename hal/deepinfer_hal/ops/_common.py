@@ -112,13 +112,15 @@ def largest_product(args: Mapping[str, Any]) -> float:
     weight, x = args["weight"], args["x"]
     if x.numel() == 0:
         return 0.0
-    values = torch.nan_to_num(load_rows(x, args["x_scale"]).float(), nan=0.0, posinf=0.0, neginf=0.0).abs().amax(0)
-    columns = weight.dequantise().abs().amax(-2)  # [K], or [G or E, K]
+    values = torch.nan_to_num(load_rows(x, args["x_scale"]).float(), nan=0.0, posinf=0.0, neginf=0.0).abs().amax(0).cpu()
+    columns = weight.dequantise().abs().amax(-2).cpu()  # [K], or [G or E, K]; x and the weight may be on different devices
     if columns.numel() != values.numel():
         columns = columns.amax(0)  # experts, whose columns are the same of x
-    values = values.view(-1, weight.shape[-1])
-    groups = (torch.nn.functional.pad(one.reshape(values.shape), (0, -values.shape[-1] % 32)) for one in (values, columns))
-    return float(torch.stack([one.unflatten(-1, (-1, 32)).amax(-1) for one in groups]).prod(0).max())
+    products = [
+        torch.nn.functional.pad(one.view(-1, weight.shape[-1]), (0, -weight.shape[-1] % 32)).unflatten(-1, (-1, 32)).amax(-1)
+        for one in (values, columns)
+    ]
+    return float((products[0] * products[1]).max())
 
 
 def matmul_cost(args: Mapping[str, Any]) -> Cost:
