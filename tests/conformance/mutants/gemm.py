@@ -13,6 +13,7 @@ PLAIN = "linear(T=5,K=64,N=32,x=bf16,w=bf16,out=f32)"
 ROWS = "linear(T=21,K=64,N=32,x=f32,w=f32,out=f32)"
 ODD = "linear(T=17,K=96,N=32,x=f32,w=f32,out=f32)"
 CODED = "linear(T=3,K=96,N=64,x=u8,w=fp8_block32,out=f32)"
+FAR = "linear(T=3,K=96,N=64,x=u8,w=fp8_block32,out=f32,far=-100..100)"
 COUNTED = "linear(T=9,K=64,N=32,x=bf16,w=bf16,out=bf16,count=4)"
 NONE = "linear(T=0,K=64,N=32,x=bf16,w=bf16,out=bf16)"
 STRIDED = "linear(T=5,K=64,N=30,x=bf16,w=bf16,out=f32)"
@@ -63,6 +64,11 @@ def one_order(x, x_scale, weight, count, out, out_scale) -> None:
     """The same as `split_by_batch`, with one way for any number of rows."""
     for row, result in zip(x, out, strict=True):
         result.copy_((row * weight.dequantise()).cumsum(-1)[:, -1])
+
+
+def in_half_precision(weight, like):
+    """What FP16 holds of a weight's values."""
+    return weight.dequantise().half().to(c.work_dtype(like))
 
 
 def past_the_count(args) -> None:
@@ -168,6 +174,9 @@ MUTANTS = [
     from_reference("wrong_scale_block_of_weight", "linear", CODED, patched(
         "linear", "deepinfer_hal.ops._common.weight_values", block_scales_transposed), ("values",),
         "Each block of the weight is multiplied by its neighbour's scale."),
+    from_reference("weights_in_half_precision", "linear", FAR, patched(
+        "linear", "deepinfer_hal.ops._common.weight_values", in_half_precision), ("values",),
+        "Weights are expanded to FP16, which holds few of the scales that a checkpoint may have."),
     mutant("writes_past_the_count", COUNTED, spoiled("linear", past_the_count, right.linear), ("untouched",),
            "The first row past the device's count is cleared."),
     mutant("crash_without_rows", NONE, grid_of_nothing, ("empty",),
