@@ -4,12 +4,13 @@
     python tools/cuda/bench_grouped_gemm.py --experts 16 --report reports/h200/grouped_gemm.json
 
 Gate + up is K = 5120, N = 4608, down K = 2304, N = 5120; experts have equal numbers of rows (4 to 1024), or what random or
-Zipf routing of 6 among 384 gives 8, 64 and 256 rows. Six experts are what a rank of 64 has, of 8 to 256 rows in its steps.
-Rows are fp8_32 codes. Each time is the median of replays of a graph of several calls, over weights that exceed the last-level
-cache (up to 16 experts: some sets in turn). TB/s counts the bytes of codes and scales of the experts that have rows. Before a
-shape is timed, every kind of row it has is checked against float64 products at the card's tolerance. torch's own op is
-`torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over 4 GiB and a BF16 product of 8192^3.
-The report is stored after every point.
+Zipf routing of 6 among 384 gives 8, 64 and 256 rows. Six experts are what a rank of 64 has, with 8 to 4096 rows in its steps;
+three are a draft block's. Rows are fp8_32 codes. Each time is the median of replays of a graph of several calls, over weights
+that exceed the last-level cache (up to 16 experts: some sets in turn). TB/s counts the bytes of codes and scales of the experts
+that have rows. Before a shape is timed, every kind of row it has is checked against float64 products at the card's tolerance.
+torch's own op is `torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over 4 GiB and a BF16
+product of 8192^3, and a point's floor is the longer of its weights' bytes at the one and its products at the other. The report is
+stored after every point.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from report import store  # noqa: E402
 GATE_UP, DOWN, EXPERTS, TOP_K = (4608, 5120), (5120, 2304), 384, 6
 BARS = {4: 3.0, 8: 3.0, 16: 3.0, 32: 3.0, 64: 2.2}
 """TB/s asked for at a number of rows an expert, gate + up; the down shape at 0.9 of it."""
-RANK, RANK_ROWS = 6, (8, 32, 64, 256)
-"""Experts of a rank of 64, and rows an expert in its decode and verify steps; no bar is set for these."""
+FEW_ROWS = {3: (40, 320), 6: (8, 32, 64, 256)}
+"""Rows an expert of the few experts of a rank of 64, in its draft blocks and in its decode and verify steps; no bar is set."""
+MANY_ROWS = {6: (1024, 4096), 16: (1024,), 48: (1024,)}
+"""Rows an expert where products take longest: in prefill steps of a rank of 64, and where a bar is set."""
 
 
 def random_weight(experts: int, shape: tuple[int, int], gen: torch.Generator) -> weights.FragmentWeight:
@@ -135,9 +138,9 @@ def points(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):
         for count in experts:
             sets = [random_weight(count, shape, gen) for _ in range(4 if count <= 8 else 2 if count <= 16 else 1)]
-            for rows in RANK_ROWS if count == RANK else BARS:
+            for rows in FEW_ROWS.get(count, BARS):
                 point = measured(call, sets, [rows] * count, gen, samples)
-                bar = "none" if count == RANK else f"{BARS[rows] * share:.2f} TB/s"
+                bar = "none" if count in FEW_ROWS else f"{BARS[rows] * share:.2f} TB/s"
                 yield {"name": f"{name}, {rows} rows", **point, "bar": bar}
             if count == EXPERTS and shape == GATE_UP:
                 for kind, exponent in (("uniform", 0.0), ("Zipf", 1.0)):
@@ -146,11 +149,11 @@ def points(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
                         yield {"name": f"{kind} routing, {rows} rows", **point, "bar": "2.80 TB/s"}
             del sets
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):  # last: they heat the chip
-        for count in (some for some in experts if RANK < some <= 48):
-            point = measured(call, [random_weight(count, shape, gen)], [1024] * count, gen, samples)
-            own = torchs_own(count, 1024, shape, gen, samples) if count == 16 else None
-            bar = f"{500 * share:.0f} TFLOP/s"
-            yield {"name": f"{name}, 1024 rows", **point, "torch_grouped_mm_us": own, "bar": bar}
+        for count, rows in ((some, rows) for some in experts for rows in MANY_ROWS.get(some, ())):
+            point = measured(call, [random_weight(count, shape, gen)], [rows] * count, gen, samples)
+            own = torchs_own(count, rows, shape, gen, samples) if count == 16 else None
+            bar = "none" if count in FEW_ROWS else f"{500 * share:.0f} TFLOP/s"
+            yield {"name": f"{name}, {rows} rows", **point, "torch_grouped_mm_us": own, "bar": bar}
 
 
 def measure(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
@@ -162,7 +165,16 @@ def measure(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
         yield result
     kinds = ("uniform", "Zipf") if EXPERTS in experts else ()
     skew = [points_of(found, f"{kind} routing, 256 rows")["tb_per_s"] for kind in kinds]
-    yield {**result, **ceilings(samples), "zipf_over_uniform": skew[0] / skew[1] if skew else None}
+    most = ceilings(samples)
+    for point in found:
+        point["floor_us"] = floor(point, most)
+    yield {**result, **most, "zipf_over_uniform": skew[0] / skew[1] if skew else None}
+
+
+def floor(point: dict[str, Any], most: dict[str, float]) -> float:
+    """Microseconds that a point's bytes of weights, or its products in BF16, take at the ceilings."""
+    flops = 2 * point["rows"] * point["N"] * point["K"]
+    return 1e-6 * max(point["weight_bytes"] / most["copy_tb_per_s"], flops / most["bf16_tflop_per_s"])
 
 
 def library_facts() -> dict[str, Any]:
@@ -190,13 +202,15 @@ def shown(point: dict[str, Any]) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, nargs="*", default=[RANK, 16, 48, 384], help="numbers of experts")
+    parser.add_argument("--experts", type=int, nargs="*", default=[3, 6, 16, 48, 384], help="numbers of experts")
     parser.add_argument("--samples", type=int, default=9, help="replays of which the median is taken")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
     for result in measure(options.experts, options.samples):
         if options.report:
             store(options.report, shlex.join(["python", "tools/cuda/bench_grouped_gemm.py", *arguments]), result)
+    for point in (some for some in result["points"] if some["experts"] in FEW_ROWS):
+        print("{name:26s} E {experts:3d} {us:9.1f} us, floor {floor_us:9.1f}".format(**point))
     if result["zipf_over_uniform"]:
         print("Zipf routing over uniform at equal bytes, 256 rows: {zipf_over_uniform:.2f}, bar 1.15".format(**result))
     print("copy {copy_tb_per_s:.2f} TB/s, BF16 {bf16_tflop_per_s:.0f} TFLOP/s".format(**result))
