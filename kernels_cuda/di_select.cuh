@@ -21,7 +21,8 @@ namespace select {
 
 using Cluster = cooperative_groups::cluster_group;
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32, kMostBlocks = 8, kBinBits = 11, kBins = 1 << kBinBits;
+constexpr int kThreads = 1024, kFewThreads = 256;  // of a block; of one that has a short row to itself, several to a multiprocessor
+constexpr int kMostBlocks = 8, kBinBits = 11, kBins = 1 << kBinBits;
 constexpr int kMostCached = 8;  // fours of columns a thread keeps
 constexpr uint32_t kAll = 0xFFFFFFFFu;
 
@@ -52,15 +53,16 @@ struct Shared {
   alignas(16) uint32_t bins[2][kBins];  // of this block's columns, read by the cluster; used in turn
   uint32_t top, least;                  // of the threads' maxima
   Choice choice;
-  uint2 scan[kWarps];
+  uint2 scan[32];  // of the warps
 };
 
 struct Place {
   int row, rank, warp, lane;
 };
 
+template <int threads>
 __device__ __forceinline__ int first_column(const Call& c, const Place& at) {
-  return (at.rank * kThreads + static_cast<int>(threadIdx.x)) * 4 * c.fours;
+  return (at.rank * threads + static_cast<int>(threadIdx.x)) * 4 * c.fours;
 }
 
 // Where the fours of thread `thread` are kept, an odd number apart so that neighbours read from different banks.
@@ -75,10 +77,10 @@ __device__ __forceinline__ uint4 keys_at(const Call& c, int row, int column) {
 
 // Reads the warp's columns, the lanes side by side and several loads under way, and keeps them. Returns a maximum for each
 // thread.
-template <typename Source>
+template <typename Source, int threads>
 __device__ __forceinline__ uint32_t load(const Call& c, const Place& at, uint4* kept) {
   constexpr int kBatch = Source::kBatch;
-  const int first = (at.rank * kThreads + 32 * at.warp) * 4 * c.fours;
+  const int first = (at.rank * threads + 32 * at.warp) * 4 * c.fours;
   const int plain = min(c.fours, max(0, Source::plain_columns(c, at.row) - first) / 128);
   const uint32_t inverse = 65536 / c.fours + 1;  // exact for the fours of a warp that are kept
   uint32_t largest = 0;
@@ -110,12 +112,12 @@ __device__ __forceinline__ uint32_t load(const Call& c, const Place& at, uint4* 
 }
 
 // Calls each(four, keys) for the thread's own run, in order, from what is kept or from memory again.
-template <typename Source, typename Each>
+template <typename Source, int threads, typename Each>
 __device__ __forceinline__ void sweep(const Call& c, const Place& at, const uint4* kept, Each each) {
   const uint4* mine = kept + kept_at(c, threadIdx.x);
 #pragma unroll 1
   for (int four = 0; four < c.fours; ++four)
-    each(four, c.cached ? mine[four] : keys_at<Source>(c, at.row, first_column(c, at) + 4 * four));
+    each(four, c.cached ? mine[four] : keys_at<Source>(c, at.row, first_column<threads>(c, at) + 4 * four));
 }
 
 // Which columns of the thread's run reach the bound, where they are kept, and whether the warp has few: later passes look at no
@@ -133,6 +135,7 @@ __device__ __forceinline__ void visit_marked(const Call& c, const uint4* kept, c
 }
 
 // Exclusive sums over the threads of the block, and the whole in `all`.
+template <int threads>
 __device__ __forceinline__ uint2 scan(Shared& s, const Place& at, uint2 value, uint2& all) {
   const auto up = [&](uint2 v) {
 #pragma unroll
@@ -145,7 +148,7 @@ __device__ __forceinline__ uint2 scan(Shared& s, const Place& at, uint2 value, u
   const uint2 mine = up(value);
   if (at.lane == 31) s.scan[at.warp] = mine;
   __syncthreads();
-  const uint2 warps = up(s.scan[at.lane]);
+  const uint2 warps = up(at.lane < threads / 32 ? s.scan[at.lane] : make_uint2(0, 0));
   all = make_uint2(__shfl_sync(kAll, warps.x, 31), __shfl_sync(kAll, warps.y, 31));
   const uint32_t x = __shfl_sync(kAll, warps.x, max(at.warp - 1, 0)), y = __shfl_sync(kAll, warps.y, max(at.warp - 1, 0));
   return make_uint2(mine.x - value.x + (at.warp > 0 ? x : 0), mine.y - value.y + (at.warp > 0 ? y : 0));
@@ -185,12 +188,12 @@ __device__ __forceinline__ Marks mark_columns(const Call& c, const uint4* kept, 
 }
 
 // Histogram of this block's columns from `low` to `low` + `span`, 2^shift values a bin, where they are many.
-template <typename Source>
+template <typename Source, int threads>
 __device__ __forceinline__ void count_many(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t low,
                                            uint32_t span, int shift) {
   constexpr int kFew = 16;  // of a warp's 128 columns: then equal ones are not worth looking for
   uint32_t equal = 0;
-  sweep<Source>(c, at, kept, [&](int, const uint4& keys) {
+  sweep<Source, threads>(c, at, kept, [&](int, const uint4& keys) {
     const uint32_t above[4] = {keys.x - low, keys.y - low, keys.z - low, keys.w - low};
     uint32_t active = 0;
 #pragma unroll
@@ -215,7 +218,7 @@ __device__ __forceinline__ void count_many(const Call& c, const Place& at, const
 }
 
 // The same histogram, however many they are. Returns which they are.
-template <typename Source>
+template <typename Source, int threads>
 __device__ __forceinline__ Marks count_columns(const Call& c, const Place& at, const uint4* kept, uint32_t* bins, uint32_t low,
                                                uint32_t span, int shift) {
   const Marks marks = c.cached ? mark_columns(c, kept, low, span) : Marks{0, false};
@@ -223,16 +226,17 @@ __device__ __forceinline__ Marks count_columns(const Call& c, const Place& at, c
     visit_marked(c, kept, marks, [&](int, uint32_t key) { atomicAdd(&bins[(key - low) >> shift], 1); });
     __syncwarp();
   } else {
-    count_many<Source>(c, at, kept, bins, low, span, shift);
+    count_many<Source, threads>(c, at, kept, bins, low, span, shift);
   }
   return marks;
 }
 
 // Finds the highest bin of the cluster's histograms at which the count from above reaches `wanted`. Returns how many columns were
 // counted, and how many of them by the blocks before this one; there is a choice if the former is enough.
+template <int threads>
 __device__ __forceinline__ uint2 choose_bin(const Cluster& cluster, const Call& c, Shared& s, const Place& at, uint32_t* bins,
                                             uint32_t wanted, Choice& choice) {
-  constexpr int kMine = kBins / kThreads, kReads = 4;
+  constexpr int kMine = kBins / threads, kReads = 4;
   const int first = kBins - kMine * (threadIdx.x + 1);
   uint32_t mine[kMine] = {}, lower[kMine] = {};
 #pragma unroll kReads
@@ -250,7 +254,7 @@ __device__ __forceinline__ uint2 choose_bin(const Cluster& cluster, const Call& 
   uint2 sum = make_uint2(0, 0);
 #pragma unroll
   for (int i = 0; i < kMine; ++i) sum.x += mine[i], sum.y += lower[i];
-  uint2 all, before = scan(s, at, sum, all);
+  uint2 all, before = scan<threads>(s, at, sum, all);
   if (wanted > before.x && wanted <= before.x + sum.x) {
 #pragma unroll
     for (int i = kMine - 1; i >= 0; --i) {
@@ -267,6 +271,7 @@ __device__ __forceinline__ uint2 choose_bin(const Cluster& cluster, const Call& 
 }
 
 // A value that at least k columns of the cluster reach, if that many can be picked, and the highest value less that in `span`.
+template <int threads>
 __device__ __forceinline__ uint32_t bound_below(const Cluster& cluster, const Call& c, Shared& s, const Place& at,
                                                 uint32_t largest, uint32_t& span) {
   constexpr int kShift = 32 - kBinBits;
@@ -280,7 +285,7 @@ __device__ __forceinline__ uint32_t bound_below(const Cluster& cluster, const Ca
     highest = max(highest, other->top), lowest = min(lowest, other->least);
   }
   Choice choice;
-  const bool enough = choose_bin(cluster, c, s, at, s.bins[0], c.k, choice).x >= c.k;
+  const bool enough = choose_bin<threads>(cluster, c, s, at, s.bins[0], c.k, choice).x >= c.k;
   const uint32_t bound = enough ? max(max(choice.bin << kShift, lowest), 1u) : 1u;
   span = highest > bound ? highest - bound : 0;
   return bound;
@@ -292,11 +297,11 @@ struct Picked {
   int fit, above, equal, all;
 };
 
-template <typename Source>
+template <typename Source, int threads>
 __device__ __forceinline__ Picked find_kth(const Cluster& cluster, const Call& c, Shared& s, const Place& at, const uint4* kept,
                                            uint32_t largest, Marks& marks) {
   uint32_t span;
-  Picked p{bound_below(cluster, c, s, at, largest, span), c.k, 0, 0, c.k};
+  Picked p{bound_below<threads>(cluster, c, s, at, largest, span), c.k, 0, 0, c.k};
   int width = 32 - __clz(span);
   bool first = true;
   for (int turn = 1;; turn ^= 1) {
@@ -307,14 +312,14 @@ __device__ __forceinline__ Picked find_kth(const Cluster& cluster, const Call& c
       });
       __syncwarp();
     } else {
-      const Marks now = count_columns<Source>(c, at, kept, s.bins[turn], p.kth, span, shift);
+      const Marks now = count_columns<Source, threads>(c, at, kept, s.bins[turn], p.kth, span, shift);
       if (first) marks = now;
     }
     first = false;
     cluster_sync();
-    for (int bin = threadIdx.x; bin < kBins; bin += kThreads) s.bins[turn ^ 1][bin] = 0;  // every block has read them
+    for (int bin = threadIdx.x; bin < kBins; bin += threads) s.bins[turn ^ 1][bin] = 0;  // every block has read them
     Choice choice;
-    const uint2 counted = choose_bin(cluster, c, s, at, s.bins[turn], p.fit, choice);
+    const uint2 counted = choose_bin<threads>(cluster, c, s, at, s.bins[turn], p.fit, choice);
     if (counted.x < p.fit) return {0, 0, static_cast<int>(counted.y), 0, static_cast<int>(counted.x)};
     p.kth += choice.bin << shift, p.fit = choice.take, p.above += choice.lower_above, p.equal = choice.lower_inside;
     if (choice.take == choice.inside) return {p.kth - 1, 0, p.above + p.equal, 0, c.k};
@@ -324,7 +329,7 @@ __device__ __forceinline__ Picked find_kth(const Cluster& cluster, const Call& c
 }
 
 // Writes the picked columns of this warp to their places, and -1 behind the last.
-template <typename Source>
+template <typename Source, int threads>
 __device__ __forceinline__ void write_picked(const Call& c, Shared& s, const Place& at, const uint4* kept, const Picked& p,
                                              const Marks& marks) {
   const int fit = p.fit;
@@ -333,66 +338,60 @@ __device__ __forceinline__ void write_picked(const Call& c, Shared& s, const Pla
   if (marks.few) {
     visit_marked(c, kept, marks, [&](int, uint32_t key) { mine.x += key > kth, mine.y += key == kth; });
   } else {
-    sweep<Source>(c, at, kept, [&](int, const uint4& key) {
+    sweep<Source, threads>(c, at, kept, [&](int, const uint4& key) {
       mine.x += (key.x > kth) + (key.y > kth) + (key.z > kth) + (key.w > kth);
       mine.y += (key.x == kth) + (key.y == kth) + (key.z == kth) + (key.w == kth);
     });
   }
   __syncwarp();
-  const uint2 before = scan(s, at, mine, all);
+  const uint2 before = scan<threads>(s, at, mine, all);
   int32_t* out = c.out + at.row * c.out_stride;
-  for (int i = p.all + at.rank * kThreads + threadIdx.x; i < c.k; i += c.blocks * kThreads) out[i] = -1;
+  for (int i = p.all + at.rank * threads + threadIdx.x; i < c.k; i += c.blocks * threads) out[i] = -1;
   int above = p.above + static_cast<int>(before.x), equal = p.equal + static_cast<int>(before.y);
   if (mine.x == 0 && (mine.y == 0 || equal >= fit)) return;
   const auto take = [&](int column, uint32_t key) {
     const bool higher = key > kth, tied = key == kth;
-    if (higher || (tied && equal < fit)) out[above + min(equal, fit)] = Source::name(c, at.row, first_column(c, at) + column);
+    if (higher || (tied && equal < fit)) out[above + min(equal, fit)] = Source::name(c, at.row, first_column<threads>(c, at) + column);
     above += higher, equal += tied;
   };
   if (marks.few) {
     visit_marked(c, kept, marks, take);
   } else {
-    sweep<Source>(c, at, kept, [&](int four, const uint4& keys) {
+    sweep<Source, threads>(c, at, kept, [&](int four, const uint4& keys) {
       take(4 * four, keys.x), take(4 * four + 1, keys.y), take(4 * four + 2, keys.z), take(4 * four + 3, keys.w);
     });
   }
 }
 
-template <typename Source>
-__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Call c) {
+template <typename Source, int threads>
+__global__ void __launch_bounds__(threads, kThreads / threads) kernel(const __grid_constant__ Call c) {
   __shared__ Shared s;
   extern __shared__ uint4 kept[];
   const Cluster cluster = cooperative_groups::this_cluster();
   Place at{static_cast<int>(blockIdx.x) / c.blocks, static_cast<int>(blockIdx.x) % c.blocks, static_cast<int>(threadIdx.x) / 32,
            static_cast<int>(threadIdx.x) % 32};
-  for (int bin = threadIdx.x; bin < 2 * kBins; bin += kThreads) s.bins[0][bin] = 0;
+  for (int bin = threadIdx.x; bin < 2 * kBins; bin += threads) s.bins[0][bin] = 0;
   if (threadIdx.x == 0) s.top = 0, s.least = kAll;
   __syncthreads();
   start_dependents();
   wait_for_producer();
   if (c.count != nullptr && at.row >= *c.count) return;
-  const uint32_t largest = load<Source>(c, at, kept);
+  const uint32_t largest = load<Source, threads>(c, at, kept);
   Marks marks;
-  const Picked picked = find_kth<Source>(cluster, c, s, at, kept, largest, marks);
+  const Picked picked = find_kth<Source, threads>(cluster, c, s, at, kept, largest, marks);
   cluster_arrive();  // others may still read this block's bins
-  write_picked<Source>(c, s, at, kept, picked, marks);
+  write_picked<Source, threads>(c, s, at, kept, picked, marks);
   __syncwarp();
   cluster_wait();
 }
 
-// Enqueues the selection; `c.columns`, `c.k` and the tensors are set, the rest is chosen here.
-template <typename Source>
+template <typename Source, int threads>
 int launch(Call c, cudaStream_t stream, di_error* e, const char* name) {
-  if (c.rows == 0 || c.k == 0) return DI_OK;
-  c.blocks = 1;  // more where slices are long, or short ones still run all at once
-  while (c.blocks < kMostBlocks && (c.columns > c.blocks * 4 * kMostCached * kThreads ||
-                                    (c.columns > 8192 * c.blocks && 2LL * c.blocks * c.rows <= multiprocessors())))
-    c.blocks *= 2;
-  c.fours = static_cast<int>(ceil_div(c.columns, 4 * kThreads * c.blocks));
+  c.fours = static_cast<int>(ceil_div(c.columns, 4 * threads * c.blocks));
   c.cached = c.fours <= kMostCached;
   c.vectors = c.scores_stride % 4 == 0 && reinterpret_cast<uintptr_t>(c.scores) % 16 == 0;
-  const int bytes = c.cached ? 16 * kThreads * (c.fours | 1) : 0;
-  if (allow_shared<kernel<Source>>(16 * kThreads * (kMostCached | 1)) != cudaSuccess) return finish(e, name);
+  const int bytes = c.cached ? 16 * threads * (c.fours | 1) : 0;
+  if (allow_shared<kernel<Source, threads>>(16 * threads * (kMostCached | 1)) != cudaSuccess) return finish(e, name);
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -400,14 +399,27 @@ int launch(Call c, cudaStream_t stream, di_error* e, const char* name) {
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // the kernel waits for the one before it
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   config.gridDim = dim3(static_cast<unsigned>(c.rows) * c.blocks);
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel<Source>, c);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel<Source, threads>, c);
   if (status != cudaSuccess) return refuse(e, DI_FAILED, "%s: %s", name, cudaGetErrorString(status));
   return finish(e, name);
+}
+
+// Enqueues the selection; `c.columns`, `c.k` and the tensors are set, the rest is chosen here.
+template <typename Source>
+int enqueue(Call c, cudaStream_t stream, di_error* e, const char* name) {
+  if (c.rows == 0 || c.k == 0) return DI_OK;
+  c.blocks = 1;
+  if (c.columns <= 4 * kMostCached * kFewThreads && c.rows >= 2 * multiprocessors())  // more rows than large blocks run at once
+    return launch<Source, kFewThreads>(c, stream, e, name);
+  while (c.blocks < kMostBlocks && (c.columns > c.blocks * 4 * kMostCached * kThreads ||
+                                    (c.columns > 8192 * c.blocks && 2LL * c.blocks * c.rows <= multiprocessors())))
+    c.blocks *= 2;  // where slices are long, or short ones still run all at once
+  return launch<Source, kThreads>(c, stream, e, name);
 }
 
 }  // namespace select

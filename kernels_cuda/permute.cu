@@ -13,6 +13,8 @@ namespace {
 constexpr int kThreads = 160, kWarps = kThreads / 32, kHeld = 2;
 constexpr int kLook = 128, kAlone = 3 * kLook, kFewPairs = 4 * kWarps * kLook, kOrders = 4096, kMostExperts = 1 << 20;
 constexpr int kOffsets = 4;  // that a warp counts
+constexpr int kAtOnce = 4;  // pairs of a lane
+constexpr int kPlacers = 1024;  // threads of a block that sorts many pairs: as many warps as a warp has lanes
 constexpr uint32_t kAll = 0xFFFFFFFFu;
 
 struct Permute {
@@ -146,63 +148,80 @@ __global__ void __launch_bounds__(kThreads) few_kernel(const Permute p) {
   for (int i = kThreads; i + thread < p.scales; i += kThreads) scale_to[i] = scale_from[i];
 }
 
-// A sum over the block; every thread gets it, and `before` what the warps before its own add.
-__device__ __forceinline__ int block_sum(int mine, int* room, int& before) {
-  mine = __reduce_add_sync(kAll, mine);
-  __syncthreads();  // what was there is read
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = mine;
-  __syncthreads();
-  int sum = 0;
-  before = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    if (warp == static_cast<int>(threadIdx.x) / 32) before = sum;
-    sum += room[warp];
-  }
-  return sum;
-}
-
-// The block of an expert; that of `experts` is for ids that name none, and for the end.
-__global__ void __launch_bounds__(kThreads) place_kernel(const Permute p) {
-  __shared__ int room[kWarps];
+// The block of an expert; that of `experts` is for ids that name none, and for the end. A warp has a run of the pairs, which it counts
+// and then, knowing what the warps before it have, goes through again.
+__global__ void __launch_bounds__(kPlacers) place_kernel(const Permute p) {
+  __shared__ int found_by[kPlacers / 32], earlier_by[kPlacers / 32];
   start_dependents();
   wait_for_producer();
-  const int expert = blockIdx.x, pairs = p.pairs(), lane = threadIdx.x % 32;
-  int earlier = 0, before;
+  const int expert = blockIdx.x, pairs = p.pairs(), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int run = (pairs + kPlacers - 1) / kPlacers * 32, first = min(pairs, warp * run), end = min(pairs, first + run);
+  int earlier = 0, found = 0;
 #pragma unroll 8
-  for (int i = threadIdx.x; i < pairs; i += kThreads) earlier += p.ids[i] >= 0 && p.ids[i] < expert;
-  int row = block_sum(earlier, room, before);
-  if (threadIdx.x == 0) p.offsets[expert] = row;
-  for (int start = 0; start < pairs; start += kThreads) {
-    const int pair = start + threadIdx.x, id = pair < pairs ? p.ids[pair] : expert + 1;
-    if (expert == p.experts) {
-      if (pair < pairs && (id < 0 || id >= p.experts)) p.inverse[pair] = -1;
-      continue;
+  for (int pair = first + lane; pair < end; pair += 32) {
+    const int id = p.ids[pair];
+    earlier += id >= 0 && id < expert, found += id == expert;
+  }
+  earlier = __reduce_add_sync(kAll, earlier), found = __reduce_add_sync(kAll, found);
+  if (lane == 0) earlier_by[warp] = earlier, found_by[warp] = found;
+  __syncthreads();
+  const int start = __reduce_add_sync(kAll, earlier_by[lane]);  // as many warps as lanes
+  int row = start + __reduce_add_sync(kAll, lane < warp ? found_by[lane] : 0);
+  if (threadIdx.x == 0) p.offsets[expert] = start;
+  for (int base = first; base < end; base += 32 * kAtOnce) {
+    int ids[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) ids[i] = base + 32 * i + lane < end ? p.ids[base + 32 * i + lane] : -1;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int pair = base + 32 * i + lane;
+      if (expert == p.experts) {
+        if (pair < end && (ids[i] < 0 || ids[i] >= p.experts)) p.inverse[pair] = -1;
+        continue;
+      }
+      const uint32_t mine = __ballot_sync(kAll, ids[i] == expert);
+      const int place = row + __popc(mine & ((1u << lane) - 1));
+      if (ids[i] == expert) p.source[place] = pair, p.inverse[pair] = place;
+      row += __popc(mine);
     }
-    const uint32_t mine = __ballot_sync(kAll, pair < pairs && id == expert);
-    const int found = block_sum(lane == 0 ? __popc(mine) : 0, room, before);
-    if (mine >> lane & 1) {
-      const int place = row + before + __popc(mine & ((1u << lane) - 1));
-      p.source[place] = pair, p.inverse[pair] = place;
-    }
-    row += found;
   }
 }
 
+// The block of a token reads its row once, and writes it for each of its choices.
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const Permute p) {
+  __shared__ int rows[kThreads];
   start_dependents();
+  const int token = blockIdx.x, thread = threadIdx.x, words = p.width / static_cast<int>(sizeof(Word));
   wait_for_producer();
-  const int pair = blockIdx.x;
-  if (pair >= p.pairs()) return;
-  const int row = p.inverse[pair], token = pair / p.k, words = p.width / static_cast<int>(sizeof(Word));
-  if (row < 0) return;
+  if (token * p.k >= p.pairs()) return;
   const Word* from = reinterpret_cast<const Word*>(p.x + token * p.stride);
-  Word* to = reinterpret_cast<Word*>(p.out + static_cast<int64_t>(row) * p.width);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < words; i += kThreads) to[i] = from[i];
-  for (int i = threadIdx.x; i < p.scales; i += kThreads)
-    p.out_scale[static_cast<int64_t>(row) * p.scales + i] = p.x_scale[static_cast<int64_t>(token) * p.scales + i];
+  for (int begin = 0; begin < p.k; begin += kThreads) {
+    const int choices = min(kThreads, p.k - begin);
+    Word held[kHeld];
+    for (int part = thread; part - thread < max(words, p.scales); part += kHeld * kThreads) {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i)
+        if (part + i * kThreads < words) held[i] = from[part + i * kThreads];
+      uint8_t scale[kHeld];
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i)
+        if (part + i * kThreads < p.scales) scale[i] = p.x_scale[static_cast<int64_t>(token) * p.scales + part + i * kThreads];
+      __syncthreads();
+      if (thread < choices) rows[thread] = p.inverse[token * p.k + begin + thread];
+      __syncthreads();
+#pragma unroll 2
+      for (int choice = 0; choice < choices; ++choice) {
+        const int64_t row = rows[choice];
+        if (row < 0) continue;
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+          if (part + i * kThreads < words) reinterpret_cast<Word*>(p.out + row * p.width)[part + i * kThreads] = held[i];
+          if (part + i * kThreads < p.scales) p.out_scale[row * p.scales + part + i * kThreads] = scale[i];
+        }
+      }
+    }
+  }
 }
 
 template <int looks, bool shared, typename Word>
@@ -221,8 +240,8 @@ void launch(const Permute& p, cudaStream_t stream) {
     else launch_few<4, true, Word>(p, stream);
     return;
   }
-  launch_early(place_kernel, dim3(p.experts + 1), kThreads, 0, stream, p);
-  if (pairs > 0) launch_early(copy_kernel<Word>, dim3(pairs), kThreads, 0, stream, p);
+  launch_early(place_kernel, dim3(p.experts + 1), kPlacers, 0, stream, p);
+  if (pairs > 0) launch_early(copy_kernel<Word>, dim3(p.tokens), kThreads, 0, stream, p);
 }
 
 int bytes_of(int dtype) { return dtype == DI_U8 ? 1 : dtype == DI_BF16 ? 2 : 4; }

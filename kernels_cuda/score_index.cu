@@ -15,6 +15,7 @@
 #include "score_index_any.cuh"
 #include "score_index_copies.cuh"
 #include "score_index_sums.cuh"
+#include "score_index_whole.cuh"
 
 namespace di {
 namespace {
@@ -322,11 +323,19 @@ int score_index_fast(IndexCall c, const di_tensor& cache, cudaStream_t stream, d
   return finish(e, "score_index");
 }
 
+// Rows with candidates: those whose candidates are all that they see, and then the others.
+int score_index_pool(const IndexCall& c, const di_tensor& cache, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* e) {
+  IndexCall whole, chosen;
+  if (!part_rows(c, whole, chosen, stream, ws, ws_bytes)) return score_index_fast(c, cache, stream, e);
+  const int status = score_index_fast(whole, cache, stream, e);
+  return status == DI_OK ? score_index_fast(chosen, cache, stream, e) : status;
+}
+
 }  // namespace
 }  // namespace di
 
 // q, q_scale, weights, cache, block_table, row_to_req, visible, candidates, count, scores; candidate_block, format, block_rows.
-DI_EXPORT int di_score_index(const di_tensor* t, int n, const di_params* p, void* stream, void*, size_t, di_error* e) {
+DI_EXPORT int di_score_index(const di_tensor* t, int n, const di_params* p, void* stream, void* ws, size_t ws_bytes, di_error* e) {
   using namespace di;
   if (n != 10 || p->n_i != 3) return refuse(e, DI_BAD_CALL, "10 tensors and 3 integers are wanted, got %d and %d", n, p->n_i);
   const di_tensor &q = t[0], &q_scale = t[1], &weights = t[2], &cache = t[3], &table = t[4], &candidates = t[7], &scores = t[9];
@@ -353,5 +362,5 @@ DI_EXPORT int di_score_index(const di_tensor* t, int n, const di_params* p, void
   c.count = data<const int32_t>(t[8]);
   c.scores = data<float>(scores), c.scores_stride = scores.stride[0];
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  return is_fast(a) ? score_index_fast(c, cache, on, e) : score_index_any(a, on, e);
+  return is_fast(a) ? score_index_pool(c, cache, on, ws, ws_bytes, e) : score_index_any(a, on, e);
 }

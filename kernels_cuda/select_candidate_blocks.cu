@@ -73,5 +73,5 @@ DI_EXPORT int di_select_candidate_blocks(const di_tensor* t, int n, const di_par
   c.rows = static_cast<int>(scores.shape[0]), c.score_columns = static_cast<int>(scores.shape[1]);
   c.k = static_cast<int>(out.shape[1]);
   c.columns = static_cast<int>(ceil_div(scores.shape[1], c.block));
-  return select::launch<Blocks>(c, static_cast<cudaStream_t>(stream), e, "select_candidate_blocks");
+  return select::enqueue<Blocks>(c, static_cast<cudaStream_t>(stream), e, "select_candidate_blocks");
 }

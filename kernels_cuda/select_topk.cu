@@ -63,5 +63,5 @@ DI_EXPORT int di_select_topk(const di_tensor* t, int n, const di_params* p, void
   c.out = data<int32_t>(rows), c.out_stride = rows.stride[0];
   c.rows = static_cast<int>(scores.shape[0]), c.columns = static_cast<int>(scores.shape[1]);
   c.k = static_cast<int>(rows.shape[1]);
-  return select::launch<Columns>(c, static_cast<cudaStream_t>(stream), e, "select_topk");
+  return select::enqueue<Columns>(c, static_cast<cudaStream_t>(stream), e, "select_topk");
 }

@@ -210,6 +210,30 @@ def prefill_cases(score: Callable[..., None], topk: Callable[..., None], rows: i
     )
 
 
+def prompt_cases(score: Callable[..., None], topk: Callable[..., None], rows: int, keys: int) -> Iterator[Measured]:
+    """Rows of a prompt's first `keys` positions, the last `rows` of them, whose candidates are all blocks that they see; the best
+    512 of them."""
+    seen = torch.arange(keys - rows + 1, keys + 1, device="cuda")
+    ids = torch.arange(keys // POOL_BLOCK, device="cuda").expand(rows, -1)
+    candidates = torch.where(ids * POOL_BLOCK < seen[:, None], ids, -1).to(torch.int32)
+    args = score_call(make_cache(1, keys), [0] * rows, seen.tolist(), keys, candidates)
+    yield Measured(
+        f"scores, prompt, {rows} rows x {keys // POOL_BLOCK} candidate blocks",
+        [lambda: score(*args.values())],
+        keys * KEY_BYTES + 4 * rows * keys,
+        int(seen.sum()) * ROW_FLOPS,
+        check=lambda: check_scores(score, args, [0, rows - 1]),
+    )
+    score(*args.values())
+    selected = (args["scores"], candidates, POOL_BLOCK, None, torch.empty(rows, TOP, dtype=torch.int32, device="cuda"))
+    yield Measured(
+        f"top {TOP}, prompt, {rows} rows x {keys}",
+        [lambda: topk(*selected)],
+        4 * rows * keys,
+        check=lambda: check_selection("select_topk", topk, selected),
+    )
+
+
 def pool_cases(pool: Callable[..., None], keys: int) -> Iterator[Measured]:
     """The pool of candidate blocks over long rows."""
     for rows in (1, 8, 64):
@@ -251,7 +275,13 @@ def measure(kernels: dict[str, Kernel], samples: int) -> Iterator[dict[str, Any]
     score, topk, pool = (kernels[op].fn for op in ("score_index", "select_topk", "select_candidate_blocks"))
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), **ceilings(samples), "cases": []}
     result["symbols"] = {op: kernels[op].symbol for op in ("score_index", "select_topk", "select_candidate_blocks")}
-    for source in (score_cases(score, topk, 64, 65536), prefill_cases(score, topk, 4096, 65536), pool_cases(pool, 1 << 20)):
+    sources = (
+        score_cases(score, topk, 64, 65536),
+        prefill_cases(score, topk, 4096, 65536),
+        prompt_cases(score, topk, 2048, 4096),
+        pool_cases(pool, 1 << 20),
+    )
+    for source in sources:
         for case in source:
             wrong = case.check()
             took = microseconds(lambda case=case: [call() for call in case.calls], samples) / len(case.calls)

@@ -47,6 +47,16 @@ FURTHER = {
     "sparse_attention": [  # more rows than multiprocessors, so that a block alone attends to a row, some to a second one
         "sparse_attention(requests=0+140,3+5,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=fp8_32,compressed=fp4_16,storage=ring)",
     ],
+    "residual_site": [  # more rows than blocks at once: tiles by the copy engine, a thread a row's Sinkhorn
+        "residual_site(T=150,m=4,H=5120,dtype=bf16,codes=True)",
+        "residual_site(T=1100,m=4,H=256,dtype=bf16,codes=False,first=True)",
+    ],
+    "hyper_connection_pre": ["hyper_connection_pre(T=1100,m=4,H=256,dtype=bf16)"],
+    "permute": ["permute(T=450,K=64,E=8,k=6,x=u8)"],  # more pairs than a block looks at
+    "score_index": [  # so many columns that rows whose candidates are all that they see are scored apart
+        "score_index(requests=0+260,heads=4,d=128,q=mxfp4_32,format=mxfp4_32,block_rows=64,dtype=bf16,ratio=1,candidates=2048)",
+    ],
+    "select_topk": ["select_topk(rows=300,columns=1000,k=64)"],  # short rows, more of them than large blocks run at once
     "draft_attention": [  # more rows than pairs of multiprocessors
         "draft_attention(anchors=3,127,300,128,200,7,140,0,64,90,135,20,11,250,block=5,heads=4,D=512,dtype=bf16,format=fp8_32,storage=ring)",
     ],
