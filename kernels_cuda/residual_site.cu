@@ -134,7 +134,7 @@ __global__ void __maxnreg__(kTakerRegisters) take_kernel(const Site site) {
     const int64_t place = static_cast<int64_t>(blockIdx.y * kRows + row_of[turn]) * blocks + block;
     to[turn] = settled(mix < kNorm ? site.sums + place * (kMixes + 1) + mix : site.norms + place);
   }
-  const int *count = site.count, rows = site.rows;
+  const int *count = site.count, rows = site.end_row;
   const Projection projection(room);
   if (kMany && warp < warps) put_projection(projection, fn);
   wait_for_producer_with(at.streams, at.out, at.y, at.pre, at.post, at.comb, at.row, to[0], to[1], from[0], from[1], count, rows, first,
@@ -247,6 +247,7 @@ int launch(Site site, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* 
   const int finishers = std::min(static_cast<int>(round_up(site.hidden / kEach, 32)), kFinishers);
   for (; site.first_row < site.rows; site.first_row += room) {
     const int rows = static_cast<int>(std::min<int64_t>(room, site.rows - site.first_row));
+    site.end_row = site.first_row + rows;
     site.sums = static_cast<float*>(ws), site.norms = site.sums + static_cast<int64_t>(rows) * blocks * (kMixes + 1);
     const int64_t tiles = ceil_div(rows, kRows);
     const dim3 grid(blocks, static_cast<unsigned>(std::min(tiles, most_tiles)));

@@ -25,7 +25,7 @@ struct Site {
   float *pre, *post_out, *comb_out;
   float rms_eps, hc_eps;
   float *sums, *norms;  // workspace: [row][block of columns][kMixes + 1], [row][block of columns]
-  int rows, hidden, iterations, first_row;
+  int rows, hidden, iterations, first_row, end_row;  // first_row, end_row: of this launch
   bool wide_weight;
 };
 
