@@ -45,7 +45,7 @@ DI_EXPORT int di_quantise(const di_tensor* t, int n, const di_params* p, void* s
   q.x = data<__nv_bfloat16>(t[0]), q.count = present(t[1]) ? data<int>(t[1]) : nullptr;
   q.codes = data<uint8_t>(t[2]), q.scales = data<uint8_t>(t[3]), q.flags = present(t[4]) ? data<uint8_t>(t[4]) : nullptr;
   q.rows = static_cast<int>(t[0].shape[0]), q.width = static_cast<int>(t[0].shape[1]), q.stride = t[0].stride[0];
-  if (q.rows == 0) return DI_OK;
+  if (q.rows == 0 || q.width == 0) return DI_OK;
   const dim3 grid(q.rows, static_cast<unsigned>(ceil_div(q.width, kSixteen * kThreads)));
   const bool wide = q.stride % 8 == 0 && (reinterpret_cast<uintptr_t>(q.x) | reinterpret_cast<uintptr_t>(q.codes)) % 16 == 0;
   launch_early(wide ? quantise_kernel<true> : quantise_kernel<false>, grid, kThreads, 0, static_cast<cudaStream_t>(stream), q);

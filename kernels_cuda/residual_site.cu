@@ -236,8 +236,8 @@ __global__ void __maxnreg__(kFinisherRegisters) finish_kernel(const Site site, i
 
 template <bool kPost, bool kNormed>
 int launch(Site site, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* e) {
-  if (site.hidden % kGroup != 0)
-    return refuse(e, DI_UNSUPPORTED, "the hidden size must be a multiple of 32, it is %d", site.hidden);
+  if (site.hidden == 0 || site.hidden % kGroup != 0)
+    return refuse(e, DI_UNSUPPORTED, "the hidden size must be a positive multiple of 32, it is %d", site.hidden);
   const int blocks = static_cast<int>(ceil_div(site.hidden, kWidth)), bytes = kRoom;
   const int64_t room = static_cast<int64_t>(ws_bytes / (blocks * kSums * sizeof(float))) / kRows * kRows;
   if (room == 0 && site.rows > 0) return refuse(e, DI_BAD_CALL, "residual_site needs a workspace, it got %zu bytes", ws_bytes);
@@ -271,10 +271,13 @@ Site site_of(const di_tensor* t, const di_tensor& streams, const di_tensor& coun
   return site;
 }
 
-int refuse_streams(const di_tensor& streams, di_error* e) {
+int refuse_types(const di_tensor& streams, const di_tensor* y, const di_tensor& out, di_error* e) {
   if (streams.dtype != DI_BF16 || streams.shape[1] != kStreams)
     return refuse(e, DI_UNSUPPORTED, "streams must be BF16 and four a row, got dtype %d and %d streams", streams.dtype,
                   static_cast<int>(streams.shape[1]));
+  if (out.dtype != DI_BF16 || (y != nullptr && present(*y) && y->dtype != DI_BF16))
+    return refuse(e, DI_UNSUPPORTED, "out and y must be BF16 as the streams are, got dtypes %d and %d", out.dtype,
+                  y == nullptr ? DI_NONE : y->dtype);
   return DI_OK;
 }
 
@@ -285,7 +288,7 @@ DI_EXPORT int di_hyper_connection_pre(const di_tensor* t, int n, const di_params
                                       di_error* e) {
   using namespace di;
   if (n != 10) return refuse(e, DI_BAD_CALL, "hyper_connection_pre: 10 tensors make a call, got %d", n);
-  if (const int status = refuse_streams(t[0], e)) return status;
+  if (const int status = refuse_types(t[0], nullptr, t[6], e)) return status;
   Site site = site_of(t + 1, t[0], t[5], p);
   site.out = data<__nv_bfloat16>(t[6]);
   site.pre = data<float>(t[7]), site.post_out = data<float>(t[8]), site.comb_out = data<float>(t[9]);
@@ -296,7 +299,7 @@ DI_EXPORT int di_residual_site(const di_tensor* t, int n, const di_params* p, vo
                                       di_error* e) {
   using namespace di;
   if (n != 16) return refuse(e, DI_BAD_CALL, "residual_site: 16 tensors make a call, got %d", n);
-  if (const int status = refuse_streams(t[9], e)) return status;
+  if (const int status = refuse_types(t[9], t, t[10], e)) return status;
   Site site = site_of(t + 3, t[9], t[8], p);
   site.norm_weight = t[7].data, site.wide_weight = t[7].dtype == DI_F32;
   site.out = data<__nv_bfloat16>(t[10]);

@@ -85,7 +85,7 @@ DI_EXPORT int di_swiglu_quantise(const di_tensor* t, int n, const di_params* p, 
   s.out = data<uint8_t>(t[4]), s.scales = data<uint8_t>(t[5]);
   s.rows = static_cast<int>(t[4].shape[0]), s.width = static_cast<int>(t[4].shape[1]);
   s.limit = static_cast<float>(p->d[0]);
-  if (s.rows == 0) return DI_OK;
+  if (s.rows == 0 || s.width == 0) return DI_OK;
   const dim3 grid(s.rows, static_cast<unsigned>(ceil_div(s.width, kSixteen * kThreads)));
   const bool wide = s.stride % 8 == 0 && (reinterpret_cast<uintptr_t>(s.gate_up) | reinterpret_cast<uintptr_t>(s.out)) % 16 == 0;
   launch_early(wide ? swiglu_kernel<true> : swiglu_kernel<false>, grid, kThreads, 0, static_cast<cudaStream_t>(stream), s);

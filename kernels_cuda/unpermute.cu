@@ -70,7 +70,8 @@ bool packed(const di_tensor& t, bool wide) {
 DI_EXPORT int di_unpermute(const di_tensor* t, int n, const di_params* p, void* stream, void*, size_t, di_error* e) {
   using namespace di;
   if (n != 5) return refuse(e, DI_BAD_CALL, "unpermute: 5 tensors make a call, got %d", n);
-  if (t[0].dtype != DI_BF16) return refuse(e, DI_UNSUPPORTED, "unpermute: BF16 rows are served");
+  for (int i : {0, 2, 4})
+    if (present(t[i]) && t[i].dtype != DI_BF16) return refuse(e, DI_UNSUPPORTED, "unpermute: rows of BF16 are served, on both sides");
   Unpermute u = {};
   u.rows = data<__nv_bfloat16>(t[0]), u.inverse = data<int>(t[1]);
   u.shared = present(t[2]) ? data<__nv_bfloat16>(t[2]) : nullptr, u.count = present(t[3]) ? data<int>(t[3]) : nullptr;
@@ -79,7 +80,7 @@ DI_EXPORT int di_unpermute(const di_tensor* t, int n, const di_params* p, void* 
   if (u.k > kMostChoices || u.hidden % kEach != 0)
     return refuse(e, DI_UNSUPPORTED, "unpermute: up to %d choices and multiples of %d columns, got %d and %d", kMostChoices, kEach, u.k,
                   u.hidden);
-  if (u.tokens == 0) return DI_OK;
+  if (u.tokens == 0 || u.hidden == 0) return DI_OK;
   for (int i : {0, 1, 2, 4})
     if (!packed(t[i], i != 1)) return refuse(e, DI_UNSUPPORTED, "unpermute: rows must follow one another, and begin at multiples of 16 bytes");
   const dim3 grid(u.tokens, static_cast<unsigned>(ceil_div(u.hidden, kEach * kThreads)));

@@ -6,8 +6,9 @@ import pytest
 import torch
 from deepinfer_cuda.native_library import LIBRARY
 from deepinfer_hal.c_abi import CLibrary
-from deepinfer_hal.card import all_cards
+from deepinfer_hal.card import Case, all_cards
 from deepinfer_hal.errors import Unsupported
+from deepinfer_hal.weights import prepare_canonical
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the CUDA C++ kernels are not built here")
 
@@ -61,3 +62,26 @@ def test_routing_refuses_rows_with_gaps_between_them(op, args, place):
     call = args | {place: gapped(args[place])}
     with pytest.raises(Unsupported, match="must follow one another"):
         CLibrary(LIBRARY, lambda: 0).bind(all_cards()[op])(*call.values())
+
+
+@pytest.mark.parametrize("place", ["rows", "shared", "out"])
+def test_unpermute_refuses_rows_that_are_not_bf16(place):
+    args = {"rows": zeros(8, 64), "inverse": zeros(4, 2, dtype=torch.int32), "shared": zeros(4, 64), "out": zeros(4, 64)}
+    with pytest.raises(Unsupported, match="BF16"):
+        unpermute(**args | {place: args[place].float()})
+
+
+@pytest.mark.parametrize("place", ["y", "out", "streams"])
+def test_a_site_refuses_rows_that_are_not_bf16(place):
+    card = all_cards()["residual_site"]
+    args = card.generate(Case("residual_site", dict(T=2, m=4, H=64, dtype="bf16", codes=False)), 1, "cpu", prepare_canonical)
+    with pytest.raises(Unsupported, match="BF16"):
+        CLibrary(LIBRARY, lambda: 0).bind(card)(*(args | {place: args[place].float()}).values())
+
+
+def test_a_site_of_no_columns_is_refused():
+    card = all_cards()["hyper_connection_pre"]
+    args = card.generate(Case("hyper_connection_pre", dict(T=2, m=4, H=32, dtype="bf16")), 1, "cpu", prepare_canonical)
+    none = {"streams": args["streams"][..., :0], "fn": args["fn"][:, :0], "out": args["out"][:, :0]}
+    with pytest.raises(Unsupported, match="positive multiple of 32"):
+        CLibrary(LIBRARY, lambda: 0).bind(card)(*(args | none).values())

@@ -22,7 +22,7 @@ SITE = {"streams": "bf16", "out": "bf16", "m": 4, "H": 5120}
 
 @pytest.mark.parametrize(("changed", "answer"), [
     ({}, Yes), ({"H": 256}, Yes), ({"streams": "f32"}, No), ({"out": "f32"}, No), ({"m": 2}, No), ({"H": 80}, No),
-    ({"m": None}, No),
+    ({"m": None}, No), ({"y": None}, Yes), ({"y": "bf16"}, Yes), ({"y": "f32"}, No),
 ])  # fmt: skip
 @pytest.mark.parametrize("op", ["residual_site", "hyper_connection_pre"])
 def test_a_kernel_says_beforehand_which_calls_it_leaves_to_the_portable_one(op, changed, answer):

@@ -13,6 +13,8 @@ def serves_site(call: CallSpec) -> Yes | No:
     for name, known in (("streams", "bf16"), ("out", "bf16"), ("m", 4)):
         if call.statics.get(name) != known:
             return No(f"{name} is {call.statics.get(name)!r}; the kernel knows {known!r}")
+    if call.statics.get("y") not in (None, "bf16"):
+        return No(f"y is {call.statics['y']!r}; the kernel knows 'bf16'")
     hidden = call.statics.get("H")
     return Yes() if hidden is not None and hidden % 32 == 0 else No(f"H is {hidden}; the kernel takes multiples of 32")
 
