@@ -21,6 +21,7 @@ using Joined128 = Config<128, kJoined, 6, 8>;
 using Joined256 = Config<256, kJoined, 4, 6>;
 
 using DenseInTurn64 = Config<64, kInTurn, 8, 8, kDense>;
+using DenseInTurn96 = Config<96, kInTurn, 6, 6, kDense>;
 using DenseInTurn128 = Config<128, kInTurn, 6, 6, kDense>;
 using DenseInTurn160 = Config<160, kInTurn, 4, 4, kDense>;
 using DenseJoined64 = Config<64, kJoined, 8, 8, kDense>;
@@ -153,7 +154,9 @@ int choose_dense(const Problem& p, const di_tensor& x, const CUtensorMap& map, i
   if (apart && (p.rows <= 256 || cost<DenseApart256>(p) < cost<DenseInTurn160>(p)) && partial_bytes(p, 256) <= room)
     return start_dense<DenseApart256>(p, x, map, stream, e);
   if (p.rows <= 64) return start_dense<DenseInTurn64>(p, x, map, stream, e);
-  if (cost<DenseInTurn128>(p) < cost<DenseInTurn160>(p)) return start_dense<DenseInTurn128>(p, x, map, stream, e);
+  const int64_t narrow = cost<DenseInTurn96>(p), middle = cost<DenseInTurn128>(p), wide = cost<DenseInTurn160>(p);
+  if (narrow < middle && narrow < wide) return start_dense<DenseInTurn96>(p, x, map, stream, e);
+  if (middle < wide) return start_dense<DenseInTurn128>(p, x, map, stream, e);
   return start_dense<DenseInTurn160>(p, x, map, stream, e);
 }
 

@@ -20,7 +20,7 @@ from deepinfer_hal.weights import CanonicalWeight, WeightHandle
 ROOT = Path(__file__).parents[2]
 NVCC = shutil.which("nvcc")
 OPS = ("linear", "grouped_linear")
-SERVED = {"linear": 8, "grouped_linear": 4}
+SERVED = {"linear": 11, "grouped_linear": 6}
 """Cases of each card that the kernels serve."""
 
 

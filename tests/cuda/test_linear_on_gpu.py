@@ -30,7 +30,7 @@ SHAPES = [
     pytest.param(0, 16384, 5120, False, id="bf16, slices in turn"),
     pytest.param(4, 16, 72, False, id="bf16, groups that end within a step"),
 ]
-ROWS = (2080, 700, 256, 128, 100, 64, 33, 20, 8, 1)
+ROWS = (2080, 700, 256, 190, 128, 100, 90, 64, 33, 20, 8, 1)
 """Calls of different tiles; the first has all rows."""
 
 
