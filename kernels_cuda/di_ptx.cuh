@@ -217,6 +217,11 @@ __device__ __forceinline__ void tensor_copy3(void* to, const CUtensorMap* map, i
 __device__ __forceinline__ void prefetch_box3(const CUtensorMap* map, int column, int row, int plane) {
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(column), "r"(row), "r"(plane) : "memory");
 }
+// The same, with an L2 policy.
+__device__ __forceinline__ void prefetch_box3_hint(const CUtensorMap* map, int column, int row, int plane, uint64_t policy) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.L2::cache_hint [%0, {%1, %2, %3}], %4;" ::"l"(map), "r"(column), "r"(row),
+               "r"(plane), "l"(policy) : "memory");
+}
 
 // As tensor_copy3, with an L2 policy.
 __device__ __forceinline__ void tensor_copy3_hint(void* to, const CUtensorMap* map, int column, int row, int plane,

@@ -41,7 +41,7 @@ int launch_flat(const Arguments& a, const di_tensor& q, const di_tensor& out, cu
   CUtensorMap query, result;
   if (!query_map(&query, q, kHeads) || !query_map(&result, out, 16)) return refuse(e, DI_FAILED, "the driver makes no map of queries and outputs");
   if (allow_shared<kernel>(bytes) != cudaSuccess) return refuse(e, DI_FAILED, "a block cannot have %d bytes", bytes);
-  kernel<<<min(a.tokens, multiprocessors()), flat::kThreads, bytes, stream>>>(a, query, result);
+  launch_early(kernel, min(4 * a.tokens, multiprocessors()), flat::kThreads, bytes, stream, a, query, result);
   return finish(e, "sparse_attention");
 }
 

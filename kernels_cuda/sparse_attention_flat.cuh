@@ -6,8 +6,8 @@
 //   score     Q K^T of a step, the softmax's weights into shared memory
 //   value 2x  output += weights V, each for two quarters of the columns, which stay in registers for the row
 // Keys wait in a ring of units, each a quarter of the columns of 64 rows, and every unit is free as soon as its last product
-// has read it. Half of the query comes by the ring as well, into registers of the score group, so that its products take half
-// the bytes from shared memory, and the output leaves by the units that its last values came in.
+// has read it. Half of the query goes to registers of the score group, so that as much of shared memory again is the ring's; the
+// output leaves by the units that its last values came in.
 #pragma once
 
 #include "sparse_attention_flat_products.cuh"
@@ -32,13 +32,35 @@ struct Find {
   __device__ __forceinline__ void look_ahead(int t) {
     if (probe < 0) selected = min(selected, ahead - kFinders + thread);
     probe = ahead + thread < a.chosen ? a.rows[t * a.rows_pitch + ahead + thread] : 0;
-    if (ahead == 0 && lane < 2) next_facts = (lane == 0 ? a.row_to_req : a.positions)[t];
-    if (ahead == kFinders) {
-      const int request = fact(next_facts, 0);
-      const int* const from = lane == 2 ? a.window_origin : lane == 3 ? a.window_base : a.window_modulo;
-      if (request >= 0 && lane >= 2 && lane < 5) next_facts = from[request];
-    }
+    if (ahead == 0) ask_row(t);
+    if (ahead == kFinders) ask_window();
     ahead += kFinders;
+  }
+  __device__ __forceinline__ void ask_row(int t) {
+    if (lane < 2) next_facts = (lane == 0 ? a.row_to_req : a.positions)[t];
+  }
+  __device__ __forceinline__ void ask_window() {
+    const int request = fact(next_facts, 0);
+    const int* const from = lane == 2 ? a.window_origin : lane == 3 ? a.window_base : a.window_modulo;
+    if (request >= 0 && lane >= 2 && lane < 5) next_facts = from[request];
+  }
+  // All of it at once for the block's first row, for which everyone waits.
+  __device__ __forceinline__ void look_at_first(int t) {
+    ask_row(t);
+    constexpr int kBatch = 10;
+    for (int first = thread; first < a.chosen; first += kBatch * kFinders) {
+      int entries[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int at = first + i * kFinders;
+        entries[i] = at < a.chosen ? a.rows[t * a.rows_pitch + at] : 0;
+      }
+#pragma unroll
+      for (int i = kBatch - 1; i >= 0; --i)
+        if (entries[i] < 0) selected = min(selected, first + i * kFinders);
+    }
+    ask_window();
+    ahead = max(a.chosen, 1) + 2 * kFinders - 1;
   }
   __device__ __forceinline__ bool looks_ahead() const { return ahead < max(a.chosen, 1) + 2 * kFinders - 1; }
   // Goes on to row t, the block's row number `index`, and tells the others how many keys it has.
@@ -83,18 +105,18 @@ struct Find {
   }
 
   __device__ __forceinline__ void run() {
-    const int tokens = rows_of(a), stride = gridDim.x;
+    const Rows rows(a);
     uint32_t serial = 0;
-    int index = 0, t = blockIdx.x;
-    if (t >= tokens) return;
+    int index = 0;
     selected = a.chosen, ahead = 0, probe = 0;
-    for (advance(t, 0);; t += stride, advance(t, ++index)) {
-      const bool more = t + stride < tokens;
-      if (keys > 0) row(t, serial, more);
-      if (!more) break;
+    if (rows.first() >= 0) look_at_first(rows.first());
+    for (int t = rows.first(), next; t >= 0; t = next) {
+      advance(t, index++);
+      next = rows.after(t);
+      if (keys > 0) row(t, serial, next);
     }
   }
-  __device__ __forceinline__ void row(int t, uint32_t& serial, bool more) {
+  __device__ __forceinline__ void row(int t, uint32_t& serial, int next) {
     int row = look(t, 1);
     int2 entry = enter(0, look(t, 0));
     uint64_t found = place_of(0, entry);
@@ -105,11 +127,11 @@ struct Find {
       s.from[serial & 1][thread & 3][thread >> 2] = found;
       mbarrier_arrive(&s.found[serial & 1]);
       const int left = keys - step * kStep;
-      const bool query_comes = more && left <= 2 * kStep && (step == 0 || left > kStep);
-      if (query_comes && thread < kWidth / 64) prefetch_box3(&query, 64 * thread, 0, t + gridDim.x);
+      const bool query_comes = next >= 0 && left <= 2 * kStep && (step == 0 || left > kStep);
+      if (query_comes && thread < kWidth / 64) prefetch_box3_hint(&query, 64 * thread, 0, next, evict_first_policy());
       found = place_of(step + 1, entry), entry = enter(step + 2, row), row = look(t, step + 3);
 #pragma unroll 1
-      for (int i = 0; i < 4 && more && looks_ahead(); ++i) look_ahead(t + gridDim.x);
+      for (int i = 0; i < 4 && next >= 0 && looks_ahead(); ++i) look_ahead(next);
     }
   }
 };
@@ -117,7 +139,6 @@ struct Find {
 // Two warps copy the keys. That takes all of their time: a warp waits where it asks for more than the memory takes.
 struct Copy {
   const Arguments& a;
-  const CUtensorMap& query;
   Shared& s;
   int warp, lane;
 
@@ -140,30 +161,14 @@ struct Copy {
     }
     async_copy_arrive(&s.full[unit]);
   }
-  // The quarters of the query that go to registers.
-  __device__ __forceinline__ void send_query(int t, Place& place) {
-#pragma unroll 1
-    for (int j = 0; j < kHeld; ++j, place.advance(1)) {
-      mbarrier_wait(&s.empty[place.unit], place.parity ^ 1);
-      if (warp != 0 || lane != 0) {
-        mbarrier_arrive(&s.full[place.unit]);
-        continue;
-      }
-      fence_proxy_async();  // The unit's bytes came and went by ordinary accesses.
-      mbarrier_arrive_expect(&s.full[place.unit], kUnit);
-      for (int i = 0; i < 2; ++i) tensor_copy3(s.units[place.unit] + i * kSlab, &query, 128 * j + 64 * i, 0, t, &s.full[place.unit]);
-    }
-  }
   __device__ __forceinline__ void run() {
-    const int tokens = rows_of(a);
+    const Rows rows(a);
     uint32_t serial = 0;
     int index = 0;
     Place place;
 #pragma unroll 1
-    for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
+    for (int t = rows.first(); t >= 0; t = rows.after(t), ++index) {
       int left = take_keys(s, index);
-      if (left <= 0) continue;
-      send_query(t, place);
 #pragma unroll 1
       for (; left > 0; left -= kStep, ++serial) {
         mbarrier_wait(&s.found[serial & 1], serial >> 1 & 1);
@@ -192,13 +197,16 @@ __global__ void __launch_bounds__(kThreads, 1) attend_flat_rows(const __grid_con
     }
     mbarrier_init(&s.queried, 1);
     fence_mbarrier_init();
+    prefetch_tensor_map(&query), prefetch_tensor_map(&result);
   }
+  start_dependents();
+  wait_for_producer();
   __syncthreads();
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp < 4) {
     registers_down<64>();
     if (warp < 2) {
-      Copy copy{a, query, s, warp, lane};
+      Copy copy{a, s, warp, lane};
       copy.run();
     } else {
       Find find{a, query, s, 32 * (warp - 2) + lane, lane};

@@ -12,8 +12,8 @@ constexpr int kFinders = 64, kCopiers = 64;  // Threads of the warpgroup that ga
 enum NamedBarrier { kListing = 1, kScoring = 2, kFirstValue = 3 };
 
 struct Shared {
-  alignas(1024) uint8_t q[(kQuarters - kHeld) * kUnit];
-  alignas(1024) uint8_t units[kUnits][kUnit];     // A row's query quarters, then its steps' quarters, and so on in a ring.
+  alignas(1024) uint8_t q[kHeld * kUnit];         // One half of the query, then the other, which stays.
+  alignas(1024) uint8_t units[kUnits][kUnit];     // Quarters of the steps, in a ring.
   alignas(1024) uint8_t weights[2][2][kSlab];     // Of two steps, in two parts.
   float shrink[2][kHeads], share[2][kHeads];      // By weights: what the output is multiplied by before them, and in the end.
   uint64_t full[kUnits], empty[kUnits];
@@ -36,6 +36,25 @@ struct Place {
   __device__ __forceinline__ int after(int units) const { return unit + units >= kUnits ? unit + units - kUnits : unit + units; }
 };
 
+// The rows of a block: every gridDim.x-th. Those left after whole rounds are divided where blocks would have nothing to do: two or
+// four of them make the same weights of a row, and each adds the values of its own half or quarter of the columns.
+struct Rows {
+  int whole, left, parts;
+  __device__ __forceinline__ explicit Rows(const Arguments& a) {
+    const int tokens = rows_of(a), blocks = gridDim.x;
+    left = tokens % blocks, whole = tokens - left;
+    parts = 4 * left <= blocks ? 4 : 2 * left <= blocks ? 2 : 1;
+  }
+  __device__ __forceinline__ int first() const { return after(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)); }
+  // The row after row t, or -1.
+  __device__ __forceinline__ int after(int t) const {
+    const int next = t + gridDim.x, place = blockIdx.x;
+    if (next < whole) return next;
+    return t < whole && place < left * parts ? whole + place / parts : -1;
+  }
+  __device__ __forceinline__ bool divides(int t) const { return t >= whole && parts > 1; }
+};
+
 __device__ __forceinline__ int take_keys(Shared& s, int index) {
   mbarrier_wait(&s.listed[index % 2], index / 2 & 1);
   const int keys = s.keys_of[index % 2];
@@ -55,31 +74,31 @@ struct Score {
 
   __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
 
-  // Asks for the other quarters of the query of row t, once every warp is done with those that are there.
-  __device__ __forceinline__ void ask_query(int t) {
+  // Asks for a half of the query of row t, once every warp is done with what is there.
+  __device__ __forceinline__ void ask_query(int t, int half) {
     named_barrier_sync(kScoring, kGroup);
     if (warp != 0 || lane != 0) return;
     mbarrier_arrive_expect(&s.queried, sizeof s.q);
 #pragma unroll 1
-    for (int i = 0; i < 2 * (kQuarters - kHeld); ++i) tensor_copy3(s.q + i * kSlab, &query, 128 * kHeld + 64 * i, 0, t, &s.queried);
+    for (int i = 0; i < 2 * kHeld; ++i)
+      tensor_copy3_hint(s.q + i * kSlab, &query, 128 * kHeld * half + 64 * i, 0, t, &s.queried, evict_first_policy());
   }
-  __device__ __forceinline__ void take_query(Place& place) {
+  // Takes the first half of the query of row t into registers, and asks for the second.
+  __device__ __forceinline__ void take_query(int t) {
+    mbarrier_wait(&s.queried, 0);
+    const uint32_t base = shared_address(s.q);
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j, place.advance(1)) {
-      mbarrier_wait(&s.full[place.unit], place.parity);
-      const uint32_t base = shared_address(s.units[place.unit]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) load_matrices(base + piece_offset(16 * warp + (lane & 15), 2 * i + (lane >> 4)), held[8 * j + i]);
-      mbarrier_arrive(&s.empty[place.unit]);
-    }
+    for (int i = 0; i < 8 * kHeld; ++i) load_matrices(base + piece_offset(16 * warp + (lane & 15), 2 * i + (lane >> 4)), held[i]);
+    fence_proxy_async();  // The loads come before the copies that follow.
+    ask_query(t, 1);
   }
 
-  // `first`: of a row, the block's row number `index`; the quarters of its query in shared memory may still be on their way.
-  __device__ __forceinline__ void multiply(Place& place, uint32_t serial, bool first, int index) {
+  // `first`: of a row; the second half of its query may still be on its way.
+  __device__ __forceinline__ void multiply(Place& place, uint32_t serial, bool first) {
     const uint64_t q = wgmma_descriptor128(s.q);
 #pragma unroll
     for (int j = 0; j < kQuarters; ++j, place.advance(1)) {
-      if (j == kHeld && first) mbarrier_wait(&s.queried, index & 1);
+      if (j == kHeld && first) mbarrier_wait(&s.queried, 1);
       if (j % 2 == 0) {
         Place other = place;
         other.advance(1);
@@ -132,7 +151,7 @@ struct Score {
     }
   }
   // Scores to weights relative to `reference`, into shared memory.
-  __device__ __forceinline__ void weigh(int left, bool last, uint32_t serial) {
+  __device__ __forceinline__ void weigh(int left, bool last, uint32_t serial, int next) {
     const float log2_scale = a.scale * kLog2e;
 #pragma unroll
     for (int j = 0; j < 32; ++j) scores[j] *= log2_scale;
@@ -159,42 +178,47 @@ struct Score {
       const uint32_t at = base + (((2 * k + (lane >> 4)) ^ (lane & 7)) << 4);
       store_matrices(at, coarse), store_matrices(at + kSlab, fine);
       if (k % 2 == 0) continue;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (k == 1 && (lane & 3) == 0) s.shrink[buffer][row(i)] = shrink[i];
-        if (k == 3 && last) share(i, buffer);
-      }
+      if (k == 1 && (lane & 3) == 0) s.shrink[buffer][row(0)] = shrink[0], s.shrink[buffer][row(1)] = shrink[1];
+      if (k == 3 && last) share(buffer);
       fence_proxy_async();
       mbarrier_arrive(&s.weighed[buffer][k / 2]);
+      if (k == 1 && last && next >= 0) take_query(next);
     }
   }
-  __device__ __forceinline__ void share(int i, int buffer) {
-    float total = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
-    total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
-    if ((lane & 3) == 0) s.share[buffer][row(i)] = 1.0f / (total + power2(sink[i] - reference[i]));
+  // Of four lanes that have a part of two rows' sums, two make a row's share each.
+  __device__ __forceinline__ void share(int buffer) {
+    float total[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      total[i] = sum[i] + __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
+      total[i] += __shfl_xor_sync(0xFFFFFFFFu, total[i], 2);
+    }
+    const bool second = lane & 1;
+    const float all = (second ? total[1] : total[0]) + power2(second ? sink[1] - reference[1] : sink[0] - reference[0]);
+    if ((lane & 2) == 0) s.share[buffer][row(lane & 1)] = 1.0f / all;
   }
 
   __device__ __forceinline__ void run() {
-    const int tokens = rows_of(a);
+    const Rows rows(a);
     uint32_t serial = 0;
-    int index = 0;
+    int index = 0, t = rows.first();
     Place place;
     for (int i = 0; i < 2; ++i) sink[i] = row(i) < a.heads ? a.sink[row(i)] * kLog2e : 0.0f;
-    if (blockIdx.x < tokens) ask_query(blockIdx.x);
-    for (int t = blockIdx.x; t < tokens; t += gridDim.x, ++index) {
+    if (t >= 0) ask_query(t, 0), take_query(t);
+    for (int next; t >= 0; t = next, ++index) {
       const int keys = take_keys(s, index), steps = keys > 0 ? steps_of(keys) : 0;
-      if (steps > 0)
-        take_query(place);
-      else
-        mbarrier_wait(&s.queried, index & 1);
+      next = rows.after(t);
       reference[0] = reference[1] = -INFINITY;
       sum[0] = sum[1] = 0.0f;
       for (int step = 0; step < steps; ++step, ++serial) {
-        multiply(place, serial, step == 0, index);
-        if (step + 1 == steps && t + gridDim.x < tokens) ask_query(t + gridDim.x);
-        weigh(keys - step * kStep, step + 1 == steps, serial);
+        const bool last = step + 1 == steps;
+        multiply(place, serial, step == 0);
+        if (last && next >= 0) ask_query(next, 0);
+        weigh(keys - step * kStep, last, serial, next);
       }
-      if (steps == 0 && t + gridDim.x < tokens) ask_query(t + gridDim.x);
+      if (steps > 0) continue;
+      mbarrier_wait(&s.queried, 1);
+      if (next >= 0) ask_query(next, 0), take_query(next);
     }
   }
 };
@@ -237,7 +261,7 @@ struct Value {
       wgmma_wait<0>();
     }
     wgmma_hold(output[0]);
-    leave<last>(t, 0, unit[0], share);
+    leave<last>(t, output[0], half, unit[0], share);
     if (waits) {
       mbarrier_wait(&s.scored[(serial + 1) & 1], (serial + 1) >> 1 & 1);
       add<0>(output[1], unit[1], buffer, !first), add<1>(output[1], unit[1], buffer, true);
@@ -246,7 +270,7 @@ struct Value {
     wgmma_wait<0>();
     wgmma_hold(output[1]);
     mbarrier_arrive(&s.unweighed[buffer]);
-    leave<last>(t, 1, unit[1], share);
+    leave<last>(t, output[1], half + 2, unit[1], share);
   }
   // 32 keys with both parts of their weights.
   template <int keys>
@@ -260,14 +284,14 @@ struct Value {
     }
   }
   template <bool last>
-  __device__ __forceinline__ void leave(int t, int n, int unit, const float (&share)[2]) {
+  __device__ __forceinline__ void leave(int t, const float (&columns)[64], int quarter, int unit, const float (&share)[2]) {
     if (last)
-      write(t, n, unit, share);
+      write(t, columns, quarter, unit, share);
     else
       mbarrier_arrive(&s.empty[unit]);
   }
   // A quarter of the row's columns, by way of the unit that held the quarter's last values.
-  __device__ __forceinline__ void write(int t, int n, int unit, const float (&share)[2]) {
+  __device__ __forceinline__ void write(int t, const float (&columns)[64], int quarter, int unit, const float (&share)[2]) {
     named_barrier_sync(kFirstValue + half, kGroup);  // Every warp's products have read the unit.
     const int lane = anew(this->lane);
     const uint32_t base = shared_address(s.units[unit]);
@@ -277,7 +301,7 @@ struct Value {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int c = 4 * j + 2 * k;
-        v[k] = Bf16::pack(output[n][c] * share[k & 1], output[n][c + 1] * share[k & 1]);
+        v[k] = Bf16::pack(columns[c] * share[k & 1], columns[c + 1] * share[k & 1]);
       }
       store_matrices(base + piece_offset(16 * warp + (lane & 15), j + (lane >> 4)), v);
     }
@@ -285,25 +309,51 @@ struct Value {
     __syncwarp();
     if (lane == 0) {
       for (int i = 0; i < 2; ++i)
-        tensor_store3(&result, s.units[unit] + i * kSlab + warp * 2048, 128 * (half + 2 * n) + 64 * i, 16 * warp, t, evict_first_policy());
+        tensor_store3(&result, s.units[unit] + i * kSlab + warp * 2048, 128 * quarter + 64 * i, 16 * warp, t, evict_first_policy());
       tensor_stores_read();
     }
     __syncwarp();
     mbarrier_arrive(&s.empty[unit]);
   }
 
+  // A row that blocks divide, the block's last. The group multiplies one of its quarters, and writes it if it is of the block's part.
+  __device__ __forceinline__ void add_quarter(int t, int keys, uint32_t serial, Place place, const Rows& rows) {
+    const int part = blockIdx.x % rows.parts, n = rows.parts == 4 ? part >> 1 : part;
+    const bool writes = rows.parts == 2 || part % 2 == half;
+#pragma unroll 1
+    for (int left = keys; left > 0; left -= kStep, ++serial, place.advance(kQuarters)) {
+      const int buffer = serial & 1, unit = place.after(half + 2 * n), other = place.after(half + 2 - 2 * n);
+      for (int i = 0; i < 2; ++i) mbarrier_wait(&s.weighed[buffer][i], serial >> 1 & 1);
+#pragma unroll
+      for (int j = 0; j < 64; ++j) output[0][j] *= s.shrink[buffer][row((j >> 1) & 1)];
+      const float share[2] = {s.share[buffer][row(0)], s.share[buffer][row(1)]};
+      mbarrier_arrive(&s.empty[other]);
+      if (left > kStep) mbarrier_wait(&s.scored[buffer ^ 1], (serial + 1) >> 1 & 1);  // As in accumulate().
+      add<0>(output[0], unit, buffer, left < keys), add<1>(output[0], unit, buffer, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_hold(output[0]);
+      mbarrier_arrive(&s.unweighed[buffer]);
+      if (left <= kStep && writes)
+        write(t, output[0], half + 2 * n, unit, share);
+      else
+        mbarrier_arrive(&s.empty[unit]);
+    }
+  }
+
   __device__ __forceinline__ void run() {
-    const int tokens = rows_of(a);
+    const Rows rows(a);
     uint32_t serial = 0;
     int index = 0;
     Place place;
-    int next = blockIdx.x < tokens ? take_keys(s, 0) : 0;
-    for (int t = blockIdx.x; t < tokens; t += gridDim.x) {
+    int t = rows.first(), next = t >= 0 ? take_keys(s, 0) : 0;
+    for (int after; t >= 0; t = after) {
       const int keys = next, steps = keys > 0 ? steps_of(keys) : 0;
+      after = rows.after(t);
       if (keys == 0) write_zeros(a, t, anew(half * kGroup + 32 * warp + lane));
-      if (steps > 0) place.advance(kHeld);
+      if (rows.divides(t)) return add_quarter(t, keys, serial, place, rows);
       for (int step = 0; step < steps - 1; ++step, ++serial, place.advance(kQuarters)) accumulate<false, true>(t, serial, place, step == 0);
-      next = t + gridDim.x < tokens ? take_keys(s, ++index) : 0;
+      next = after >= 0 ? take_keys(s, ++index) : 0;
       if (steps == 0) continue;
       if (next > 0)
         accumulate<true, true>(t, serial, place, steps == 1);

@@ -22,6 +22,7 @@ SHAPES = [
     pytest.param(dict(requests="0+140,3+5", heads=4, k=64, storage="flat"), id="short lists"),
     pytest.param(dict(requests="120+9", heads=64, k=0, storage="ring"), id="a window alone"),
     pytest.param(dict(requests="300+300", heads=64, k=97, storage="flat", skip=3), id="more rows than blocks, some left out"),
+    pytest.param(dict(requests="64+180", heads=64, k=70, storage="flat"), id="a second row of each block, which two share"),
 ]
 BY_ROW = ("q", "rows", "row_to_req", "positions", "out")
 

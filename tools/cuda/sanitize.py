@@ -46,6 +46,8 @@ FURTHER = {
     ],
     "sparse_attention": [  # more rows than multiprocessors, so that a block alone attends to a row, some to a second one
         "sparse_attention(requests=0+140,3+5,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=fp8_32,compressed=fp4_16,storage=ring)",
+        # rows of BF16: whole ones, and then some that blocks divide
+        "sparse_attention(requests=0+140,3+5,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=bf16,compressed=bf16,storage=flat)",
     ],
     "residual_site": [  # more rows than blocks at once: tiles by the copy engine, a thread a row's Sinkhorn
         "residual_site(T=150,m=4,H=5120,dtype=bf16,codes=True)",
