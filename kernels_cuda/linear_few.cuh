@@ -45,18 +45,18 @@ __device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Pr
 
 // The warps that multiply (id: from 0) and those that expand rows (from kConsumers on).
 template <typename C>
-__device__ __forceinline__ void work_few(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id) {
+__device__ __forceinline__ void work_few(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id,
+                                         const FewScales<C>& asked) {
   const bool consumes = id < C::kConsumers;
-  uint32_t words = 0x7F7F7F7Fu, top = 127;
+  const int valid = asked.valid;
+  const uint32_t words = asked.weights;
+  uint32_t top = 127;
   if (consumes) {
-    words = load_weight_scales<C>(p, w, id);
     const uint32_t first = __shfl_sync(0xFFFFFFFFu, words, 0);
     top = half_window(id % 32 < w.steps ? words : first, kLeastWeightScale, kMostWeightScale);
   }
-  wait_for_predecessor();
-  const int valid = valid_rows(p);
-  const bool half = keep_few_scales<C>(shared, p, w, valid, id / 32, top != 0);
-  if (C::T == 64 && id == 0) mbarrier_arrive(shared.scales_known());
+  const bool half = keep_few_scales<C>(shared, w, asked, id / 32, top != 0);
+  if (C::kScalesAlone && id == 0) mbarrier_arrive(shared.scales_known());
   if (consumes) {
     if constexpr (C::kUneven) registers_up<C::kConsumerRegisters>();
     consume_few<C>(shared, p, w, id, valid, words, half ? top : 0);
@@ -81,39 +81,32 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
   const FewShared<C> shared{memory};
   const FewWork w = FewWork::of(plan);
   const int id = threadIdx.x - C::kConsumers;
-  if (id == C::kExpanders) {  // the weights' copies are under way before the block meets
+  launch_dependents();
+  FewScales<C> asked;
+  if (id < C::kExpanders) asked = FewScales<C>::ask(p, w, threadIdx.x);
+  if (id == C::kExpanders) {  // the first copies are under way before the block meets
 #pragma unroll
     for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_full(i), 1);
     fence_mbarrier_init();
     copy_first_weights<C>(shared, &weight_map, p, w);
   } else if (id == C::kExpanders + 32) {
+    prefetch_tensor_map(&row_map);
+#pragma unroll
+    for (int i = 0; i < C::kRawStages; ++i) mbarrier_init(shared.raw_full(i), 1);
+    fence_mbarrier_init();
+    wait_for_predecessor();
+    copy_first_rows<C>(shared, &row_map, p, w);
+  } else if (id == C::kExpanders + 64) {
     shared.call() = {p, plan};
-  } else if (id == 0) {
-#pragma unroll
-    for (int i = 0; i < C::kRowStages; ++i) {
-      mbarrier_init(shared.rows_full(i), C::kParts);
-      mbarrier_init(shared.rows_empty(i), C::kConsumers / 32);
-    }
-#pragma unroll
-    for (int i = 0; i < C::kRawStages; ++i) {
-      mbarrier_init(shared.raw_full(i), 1);
-      mbarrier_init(shared.raw_empty(i), C::kParts);
-    }
-    fence_mbarrier_init();
-  } else if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_empty(i), C::kConsumers / 32);
-    mbarrier_init(shared.sums_full(), 1);
-    mbarrier_init(shared.scales_known(), 1);
-    fence_mbarrier_init();
+  } else if (id == C::kExpanders + 96) {
+    init_few_barriers<C>(shared);
     if (C::kSlices == kJoined)
       mbarrier_arrive_expect(shared.sums_full(), (plan.row[w.slice + 1] - plan.row[w.slice]) * (p.slices - 1) * C::kPitch * 4);
   }
   __syncthreads();
-  launch_dependents();
-  if (C::kSlices == kJoined) cluster_arrive();
+  if (C::kSlices == kJoined) cluster_arrive_relaxed();  // barriers have a fence of their own; releasing would wait for the scales
   if (id < C::kExpanders) {
-    work_few<C>(shared, p, w, threadIdx.x);
+    work_few<C>(shared, p, w, threadIdx.x, asked);
   } else {
     if constexpr (C::kUneven) registers_down<C::kCopierRegisters>();
     if (id == C::kExpanders) copy_few_weights<C>(shared, &weight_map, p, w);

@@ -55,10 +55,11 @@ template <typename C>
 __device__ __forceinline__ void store_joined(const FewShared<C>& shared, const Problem& p, const FewPlan& plan, const FewWork& w,
                                              int id, int valid) {
   const int first = plan.row[w.slice], stop = plan.row[w.slice + 1];
-  if (id < p.slices && id != w.slice) {
-    const int row = plan.row[id], rows = plan.row[id + 1] - row;
+  static_assert(C::kConsumers / 32 >= kMostSlices);
+  if (const int to = id / 32; id % 32 == 0 && to < p.slices && to != w.slice) {  // a warp each: copies of one warp go out in turn
+    const int row = plan.row[to], rows = plan.row[to + 1] - row;
     bulk_copy_cluster(shared.received() + w.slice * rows * C::kPitch, shared.tile() + row * C::kPitch, rows * C::kPitch * 4,
-                      shared.sums_full(), id);
+                      shared.sums_full(), to);
   }
   mbarrier_wait_cluster(shared.sums_full(), 0);
   add_slices<C, kMostSlices, 1>(p, w, id, p.slices, first, stop, valid, [&](float4 (&to)[2], int slice, int row, int column) {
@@ -69,7 +70,8 @@ __device__ __forceinline__ void store_joined(const FewShared<C>& shared, const P
   });
 }
 
-// Words that two blocks agree by.
+// Words that two blocks agree by: what any thread of the block stored before it met the one that tells is seen by all who meet the
+// one that heard.
 __device__ __forceinline__ void tell(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
@@ -100,7 +102,6 @@ __device__ __forceinline__ void store_near(const FewShared<C>& shared, const Pro
   if (id < 32) {
     uint64_t* flags = plan.flags + static_cast<int64_t>(w.tile) * slices * slices;
     const bool other = id < slices && id != w.slice;
-    __threadfence();
     if (other) tell(flags + id * slices + w.slice, plan.nonce);
     __syncwarp();
     uint64_t* flag = flags + w.slice * slices + id;

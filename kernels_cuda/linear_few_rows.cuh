@@ -65,7 +65,7 @@ __device__ __forceinline__ bool agree(bool yes) {
 
 // The scales of this warp's weight rows: lane i has the word of step i.
 template <typename C>
-__device__ __forceinline__ uint32_t load_weight_scales(const Problem& p, const FewWork& w, int id) {
+__device__ __forceinline__ uint32_t ask_weight_scales(const Problem& p, const FewWork& w, int id) {
   const int blocks = (p.n + 31) / 32, columns = p.scale_columns(), lane = id % 32;
   const int block = min(w.at.feature_tile * (C::kFeatures / 32) + id / 128 * 2 + id % 128 / 64, blocks - 1);
   const bool words = (reinterpret_cast<uintptr_t>(p.w_scale) | columns) % 4 == 0;
@@ -73,31 +73,47 @@ __device__ __forceinline__ uint32_t load_weight_scales(const Problem& p, const F
   return scale_word(from, (w.start + lane) * 4, columns, words, lane < w.steps);
 }
 
+// What a thread of those that expand and consume has asked for, and nothing has waited for yet: scales take longer than anything
+// else that a block needs before its first product, so all of them are on their way at once, and before the block meets.
+template <typename C>
+struct FewScales {
+  static constexpr int kWarps = (C::kConsumers + C::kExpanders) / 32, kItems = (C::T + kWarps - 1) / kWarps;
+  uint32_t weights;       // of ask_weight_scales, where the warp consumes
+  uint32_t rows[kItems];  // of rows warp + i * kWarps: lane i has the word of step i
+  int valid;              // rows of the call
+
+  static __device__ __forceinline__ FewScales ask(const Problem& p, const FewWork& w, int id) {
+    FewScales asked;
+    asked.weights = id < C::kConsumers ? ask_weight_scales<C>(p, w, id) : 0x7F7F7F7Fu;
+    wait_for_predecessor();
+    const int lane = id % 32, columns = p.scale_columns(), column = (w.start + lane) * 4;
+    const uint8_t* from = p.x_scale + static_cast<int64_t>(w.at.group) * columns;
+    const bool words = (reinterpret_cast<uintptr_t>(from) | p.x_scale_stride | columns) % 4 == 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {  // before it is known which rows are valid
+      const int row = id / 32 + i * kWarps;
+      asked.rows[i] = scale_word(from + row * p.x_scale_stride, column, columns, words, row < min(C::T, p.rows) && lane < w.steps);
+    }
+    asked.valid = valid_rows(p);
+    return asked;
+  }
+};
+
 // Keeps a slice's scales of all rows in shared memory as exponents of F16 factors, and what undoes a row's. All warps that expand
 // and consume call it, each for some rows. Says whether F16 is used: its window has the scales of each row and `weights_fit`.
 template <typename C>
-__device__ __forceinline__ bool keep_few_scales(const FewShared<C>& shared, const Problem& p, const FewWork& w, int valid,
-                                                int warp, bool weights_fit) {
-  constexpr int kWarps = (C::kConsumers + C::kExpanders) / 32, kItems = (C::T + kWarps - 1) / kWarps;
-  const int lane = threadIdx.x % 32, columns = p.scale_columns(), column = (w.start + lane) * 4;
-  const uint8_t* from = p.x_scale + static_cast<int64_t>(w.at.group) * columns;
-  const bool words = (reinterpret_cast<uintptr_t>(from) | p.x_scale_stride | columns) % 4 == 0;
-  uint32_t four[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {  // before it is known which rows are valid
-    const int row = warp + i * kWarps;
-    four[i] = scale_word(from + row * p.x_scale_stride, column, columns, words, row < min(C::T, p.rows) && lane < w.steps);
-  }
+__device__ __forceinline__ bool keep_few_scales(const FewShared<C>& shared, const FewWork& w, const FewScales<C>& asked, int warp,
+                                                bool weights_fit) {
+  const int lane = threadIdx.x % 32;
   bool fit = weights_fit;
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int row = warp + i * kWarps;
+  for (int i = 0; i < FewScales<C>::kItems; ++i) {
+    const int row = warp + i * FewScales<C>::kWarps;
     if (row >= C::T) continue;
-    if (row >= valid) four[i] = 0x7F7F7F7Fu;
-    const uint32_t first = __shfl_sync(0xFFFFFFFFu, four[i], 0);
-    const uint32_t top = half_window(lane < w.steps ? four[i] : first, kLeastRowScale, kMostRowScale);
+    const uint32_t four = row < asked.valid ? asked.rows[i] : 0x7F7F7F7Fu, first = __shfl_sync(0xFFFFFFFFu, four, 0);
+    const uint32_t top = half_window(lane < w.steps ? four : first, kLeastRowScale, kMostRowScale);
     fit = fit && top != 0;
-    shared.scales()[row * kScalePitch + lane] = half_exponents(four[i], top);
+    shared.scales()[row * kScalePitch + lane] = half_exponents(four, top);
     if (lane == 0) shared.undo()[row] = half_undo(top);
   }
   return agree<C>(fit);

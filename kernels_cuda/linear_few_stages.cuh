@@ -28,9 +28,10 @@ struct FewConfig {
   static constexpr int kConsumers = 128 * G, kExpanders = G == 2 && T > 16 ? 256 : 128, kThreads = kConsumers + kExpanders + 128;
   static constexpr bool kUneven = T == 64;  // warpgroups have as many registers as their work needs
   static constexpr int kConsumerRegisters = G == 2 ? 128 : 96, kExpanderRegisters = 72, kCopierRegisters = 24;
-  static constexpr int kRowStages = G == 4 && T == 64 ? 3 : 4, kRawStages = kRowStages;
+  static constexpr int kRowStages = G == 4 && T == 64 ? 3 : 4, kRawStages = T < 64 ? 8 : kRowStages;
   static constexpr int kWeightStages = G == 2 ? (T == 64 && kSlices == kJoined ? 5 : T == 64 ? 6 : 8) : 4;
-  static constexpr int kEarlySteps = G == 2 ? 3 : 1;  // whose weights are copied before the rows are there
+  static constexpr int kEarlySteps = G == 4 ? 1 : T == 64 ? 3 : 4;  // whose weights are copied before the rows are there
+  static constexpr bool kScalesAlone = T == 64 && G == 2;  // no more weights until the scales are there
   static constexpr int kRowStage = T * 256, kRawStage = T * kChunk, kWeightStage = kFeatures * kChunk;
   static constexpr int kParts = T / 16;  // warps that expand a step of rows: 32 rows of a sub-tile each, or 16 of both
   static constexpr int kPitch = kFeatures + 4;
@@ -81,6 +82,24 @@ struct FewShared {
   __device__ uint64_t* scales_known() const { return barrier(C::kBarriers - 2); }
 };
 
+// Those that no copy completes on before the block has met. A thread that has asked for scales must not do it: the fence before an
+// mbarrier is made waits for its loads.
+template <typename C>
+__device__ __forceinline__ void init_few_barriers(const FewShared<C>& shared) {
+#pragma unroll
+  for (int i = 0; i < C::kRowStages; ++i) {
+    mbarrier_init(shared.rows_full(i), C::kParts);
+    mbarrier_init(shared.rows_empty(i), C::kConsumers / 32);
+  }
+#pragma unroll
+  for (int i = 0; i < C::kRawStages; ++i) mbarrier_init(shared.raw_empty(i), C::kParts);
+#pragma unroll
+  for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_empty(i), C::kConsumers / 32);
+  mbarrier_init(shared.sums_full(), 1);
+  mbarrier_init(shared.scales_known(), 1);
+  fence_mbarrier_init();
+}
+
 // ---- copies, a thread each
 
 template <typename C>
@@ -104,7 +123,7 @@ __device__ __forceinline__ void copy_first_weights(const FewShared<C>& shared, c
 template <typename C>
 __device__ __forceinline__ void copy_few_weights(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
                                                  const FewWork& w) {
-  if constexpr (C::T == 64) mbarrier_wait(shared.scales_known(), 0);  // those of 64 rows come faster with nothing beside them
+  if constexpr (C::kScalesAlone) mbarrier_wait(shared.scales_known(), 0);
   else wait_for_predecessor();
 #pragma unroll 1
   for (int step = C::kEarlySteps; step < min(w.steps, C::kWeightStages); ++step) copy_few_step<C>(shared, map, p, w, step, step);
@@ -117,16 +136,26 @@ __device__ __forceinline__ void copy_few_weights(const FewShared<C>& shared, con
   }
 }
 template <typename C>
+__device__ __forceinline__ void copy_row_step(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
+                                              const FewWork& w, int step, int stage) {
+  mbarrier_arrive_expect(shared.raw_full(stage), C::kRawStage);
+  tensor_copy(shared.raw(stage), map, w.at.group * p.k + (w.start + step) * kChunk, 0, shared.raw_full(stage));
+}
+// The steps that have stages of their own; this thread makes their barriers.
+template <typename C>
+__device__ __forceinline__ void copy_first_rows(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
+                                                const FewWork& w) {
+#pragma unroll 1
+  for (int step = 0; step < min(w.steps, C::kRawStages); ++step) copy_row_step<C>(shared, map, p, w, step, step);
+}
+template <typename C>
 __device__ __forceinline__ void copy_few_rows(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
                                               const FewWork& w) {
   Ring<C::kRawStages> ring;
-  prefetch_tensor_map(map);
-  wait_for_predecessor();
 #pragma unroll 1
-  for (int step = 0; step < w.steps; ++step) {
-    mbarrier_wait(shared.raw_empty(ring.stage), ring.parity ^ 1);
-    mbarrier_arrive_expect(shared.raw_full(ring.stage), C::kRawStage);
-    tensor_copy(shared.raw(ring.stage), map, w.at.group * p.k + (w.start + step) * kChunk, 0, shared.raw_full(ring.stage));
+  for (int step = C::kRawStages; step < w.steps; ++step) {
+    mbarrier_wait(shared.raw_empty(ring.stage), ring.parity);
+    copy_row_step<C>(shared, map, p, w, step, ring.stage);
     ring.next();
   }
 }
