@@ -8,15 +8,16 @@ namespace {
 
 enum Argument { kX, kXScale, kValues, kScales, kOffsets, kOut, kOutScale, kArguments };
 
-using Tiny = GroupedForm<32, 16, 4, 3, 2, 1, false, 3>;
-using Small = GroupedForm<32, 32, 4, 3, 3, 1, false>;
-using Middle = GroupedForm<64, 64, 5, 3, 2, 2, false>;
-using Large = GroupedForm<128, 128, 4, 4, 1, 1, false>;
-// Where a block has ten granules of each 16 or 32 tokens, one step of five warpgroups; where it has four, of four.
-using TinyTen = GroupedForm<32, 16, 4, 5, 1, 1, false, 2>;
-using SmallTen = GroupedForm<32, 32, 4, 5, 2, 1, false>;
-using SmallFour = GroupedForm<32, 32, 8, 4, 1, 4, true>;
-using MiddleFour = GroupedForm<64, 64, 6, 4, 1, 4, true>;
+using Tiny = GroupedForm<32, 16, 4, 3, 2, 1, Reading::kInHalves, 3>;
+using Small = GroupedForm<32, 32, 4, 3, 3, 1, Reading::kInHalves>;
+using Middle = GroupedForm<64, 64, 5, 3, 2, 2, Reading::kInHalves>;
+using Large = GroupedForm<128, 64, 4, 2, 2, 1, Reading::kInHalves>;
+using Huge = GroupedForm<128, 128, 4, 4, 1, 1, Reading::kInHalves>;
+// Where a block has ten granules of each 16 or 32 tokens, one step of five warpgroups; where it has four, of two or four.
+using TinyTen = GroupedForm<32, 16, 4, 5, 1, 1, Reading::kInHalves, 2>;
+using SmallTen = GroupedForm<32, 32, 4, 5, 2, 1, Reading::kInHalves>;
+using SmallFour = GroupedForm<32, 16, 8, 2, 2, 2, Reading::kAhead>;
+using MiddleFour = GroupedForm<64, 64, 6, 4, 1, 4, Reading::kAtOnce>;
 
 template <typename Form, typename Out>
 int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expansion, cudaStream_t stream, di_error* e) {
@@ -35,10 +36,11 @@ int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t aver
                 di_error* e) {
   const auto with = [&](auto form) { return launch<decltype(form), Out>(maps, shape, after_expansion, stream, e); };
   const int64_t share = ceil_div(static_cast<int64_t>(shape.experts) * shape.granules, multiprocessors());  // granules of a block
+  if (share <= 4 && average <= 64) return average <= 32 ? with(SmallFour{}) : with(MiddleFour{});
   if (average <= 16) return share == 10 ? with(TinyTen{}) : with(Tiny{});
-  if (average <= 32) return share == 10 ? with(SmallTen{}) : share <= 4 ? with(SmallFour{}) : with(Small{});
-  if (average <= 64) return share <= 4 ? with(MiddleFour{}) : with(Middle{});
-  return with(Large{});
+  if (average <= 32) return share == 10 ? with(SmallTen{}) : with(Small{});
+  if (average <= 64) return with(Middle{});
+  return average <= 512 ? with(Large{}) : with(Huge{});
 }
 
 int launch_rows(const void* x, int64_t pitch_bytes, int depth, int64_t average, bool floats, bool after_expansion,

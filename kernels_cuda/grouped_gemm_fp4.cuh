@@ -25,14 +25,18 @@ struct GroupedMaps {
   CUtensorMap tokens[5];  // x as [rows, K] in boxes of 8 << i rows and 64 columns, 128-byte swizzle
 };
 
+// When a warpgroup reads a stage's codes: the second half where it is expanded, all at once, or a stage ahead, which suits two
+// warpgroups, where few warps are there to work while one waits.
+enum class Reading { kInHalves, kAtOnce, kAhead };
+
 // A form of the kernel: the most tokens of a tile, those that a small tile's instruction takes, stages of shared memory,
-// warpgroups, granules of each in a step, k16 steps that go to the matrix unit together, whether a stage's codes are read at
-// once, and granules of each in a step of a small tile. Bits do not depend on it.
-template <int tile, int narrow, int stages, int groups, int each, int together, bool early, int narrow_each = each>
+// warpgroups, granules of each in a step, k16 steps that go to the matrix unit together, when a stage's codes are read, and
+// granules of each in a step of a small tile. Bits do not depend on it.
+template <int tile, int narrow, int stages, int groups, int each, int together, Reading reading, int narrow_each = each>
 struct GroupedForm {
   static constexpr int kTile = tile, kNarrow = narrow, kStages = stages, kGroups = groups;
   static constexpr int kEach = each, kNarrowEach = narrow_each, kGranules = groups * narrow_each, kTogether = together;
-  static constexpr bool kEarly = early;
+  static constexpr Reading kReading = reading;
   static constexpr int kTokenBytes = tile * kBlockK * 2;
   static constexpr int kStageBytes = (kTokenBytes + kGranules * kGranuleBytes + 1023) / 1024 * 1024;  // for the tiles' swizzle
   static constexpr int kFull = stages * kStageBytes, kEmpty = kFull + 8 * stages;  // where the barriers are, behind the stages
@@ -149,6 +153,7 @@ __device__ __forceinline__ void let_pass(const GroupedShape& shape, Ring<Form>& 
 template <typename Form, int tile, int count, typename Out>
 __device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring<Form>& ring) {
   constexpr int together = Form::kTogether, apart = Form::kGroups * kGranuleBytes;
+  constexpr bool ahead = Form::kReading == Reading::kAhead;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
   float d[count][tile / 2];
 #pragma unroll
@@ -159,21 +164,26 @@ __device__ __forceinline__ void consume(const GroupedShape& shape, const Grouped
   int before = -1;  // the slot whose tokens the instructions in flight may still read
   const uint32_t my_codes = kept(ring.stages + Form::kTokenBytes + group * kGranuleBytes + thread * 16);
   const uint32_t my_scales = kept(ring.stages + Form::kTokenBytes + group * kGranuleBytes + kCodeBytes + thread / 4 * 4);
-  for (int k = 0; k < shape.k_blocks; ++k) {
+  HalfCodes held[count][2];
+  const auto load = [&](int half) {
     const uint32_t offset = ring.slot * Form::kStageBytes;
-    // The same in all lanes, and the compiler is to know it: the matrix instruction takes descriptors from uniform registers.
-    const uint32_t tokens = __shfl_sync(~0u, (ring.stages + offset & 0x3FFFF) >> 4 | 1 << 16, 0);
-    ring.wait_full();
-    HalfCodes held[count][2];
-    const auto load = [&](int half) {
 #pragma unroll
-      for (int g = 0; g < count; ++g) held[g][half].load(my_codes + offset + g * apart, my_scales + offset + g * apart, half);
-    };
+    for (int g = 0; g < count; ++g) held[g][half].load(my_codes + offset + g * apart, my_scales + offset + g * apart, half);
+  };
+  const auto enter_stage = [&] {
+    ring.wait_full();
     load(0);
-    if constexpr (Form::kEarly) load(1);
+  };
+  if constexpr (ahead) enter_stage(), load(1);
+  for (int k = 0; k < shape.k_blocks; ++k) {
+    const int used = ring.slot;
+    // The same in all lanes, and the compiler is to know it: the matrix instruction takes descriptors from uniform registers.
+    const uint32_t tokens = __shfl_sync(~0u, (ring.stages + used * Form::kStageBytes & 0x3FFFF) >> 4 | 1 << 16, 0);
+    if constexpr (!ahead) enter_stage();
+    if constexpr (Form::kReading == Reading::kAtOnce) load(1);
 #pragma unroll
     for (int j = 0; j < 8; j += together) {
-      if (!Form::kEarly && j == 4) load(1);
+      if (Form::kReading == Reading::kInHalves && j == 4) load(1);
       uint32_t(&fragments)[together][count][4] = a[j / together % 2];
       wgmma_wait<1>();
       if (j == together && before >= 0) ring.release(before);
@@ -191,9 +201,12 @@ __device__ __forceinline__ void consume(const GroupedShape& shape, const Grouped
           Wgmma<tile>::bf16_rs(d[g], fragments[i][g], columns, true);
         }
       wgmma_commit();
+      // Codes that are expanded make room for those of the next stage, which is the next step's or the end's after the last one.
+      if (ahead && j + together == 4) ring.advance(), enter_stage();
+      if (ahead && j + together == 8) load(1);
     }
-    before = ring.slot;
-    ring.advance();
+    before = used;
+    if constexpr (!ahead) ring.advance();
   }
   wgmma_wait<0>();
 #pragma unroll

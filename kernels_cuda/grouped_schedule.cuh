@@ -4,9 +4,9 @@
 // (expert, token tile, granule) are put in one line, each as long as it costs, and the line is cut into equal shares: a block
 // takes every granule that starts inside its share, as many at a time as a step has. So the last block ends when the first does,
 // up to one granule. Where it costs nothing, each expert is dealt blocks of its own instead, so that no block needs another step
-// because its share crosses into the next expert. Where experts have many tokens, or all tokens together do not stay in L2, the
-// line is cut into waves first, so that blocks at work at the same time share weights and tokens in L2. Which block computes a
-// tile changes no bit of it.
+// because its share crosses into the next expert, as long as all tokens stay in L2. Otherwise, where experts have many tokens, or
+// all tokens together do not stay in L2, the line is cut into waves first, so that blocks at work at the same time share weights
+// and tokens in L2. Which block computes a tile changes no bit of it.
 #pragma once
 
 #include <stdint.h>
@@ -132,7 +132,7 @@ __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
     }
     if (threadIdx.x == 0) plan.cost_before[shape.experts] = before;
     __syncwarp();
-    if (shape.experts <= kMostDealt && !plan.crowded) deal(plan, shape.experts, kFullCost);
+    if (shape.experts <= kMostDealt && token_bytes <= kTokensOfL2) deal(plan, shape.experts, kFullCost);
   }
   __syncthreads();
 }

@@ -28,6 +28,7 @@ inline void __syncwarp() {}
 
 static di::GroupedPlan plan;
 static int crowd = 64;  // tokens of an expert that make it crowded
+static bool in_l2 = true;  // all tokens stay there
 static int most_steps;  // of a block, in the last check
 
 [[noreturn]] static void fail(const char* what) {
@@ -39,7 +40,7 @@ static void deal(size_t experts, int total, int granule) {
   const int blocks = static_cast<int>(gridDim.x);
   int needed = 0, worst = 0;
   plan.dealt = 0;
-  if (experts > di::kMostDealt || plan.crowded) return;
+  if (experts > di::kMostDealt || !in_l2) return;
   for (size_t e = 0; e < experts; ++e) {
     const int mine = plan.cost_before[e + 1] - plan.cost_before[e], own = di::blocks_of(mine, total, blocks);
     plan.first_block[e] = needed, needed += own;
@@ -76,10 +77,11 @@ struct Form {
 using Tiny = Form<32, 6, 3, 16, 9>;
 using Small = Form<32, 9, 3, 32, 9>;
 using Middle = Form<64, 6, 3, 64, 6>;
-using Large = Form<128, 4, 1, 128, 4>;
+using Large = Form<128, 4, 2, 64, 4>;
+using Huge = Form<128, 4, 1, 128, 4>;
 using TinyTen = Form<32, 5, 1, 16, 10>;
 using SmallTen = Form<32, 10, 5, 32, 10>;
-using SmallFour = Form<32, 4, 1, 32, 4>;
+using SmallFour = Form<32, 4, 2, 16, 4>;
 using MiddleFour = Form<64, 4, 1, 64, 4>;
 
 // Largest cost of a block over the mean, after checking that the blocks' steps cover everything once.
@@ -121,13 +123,13 @@ int main() {
   for (int i = 0; i < 400; ++i) {
     std::vector<int> counts(1 + random() % 40);
     const int granules = 1 + random() % 80, blocks = 1 + random() % 140, largest = 1 << random() % 10;
-    crowd = i % 2 ? 64 : 16;
+    in_l2 = i % 2, crowd = in_l2 ? 64 : 16;
     for (int& count : counts) count = random() % 3 ? static_cast<int>(random() % (largest + 1)) : 0;
     check<Tiny>(counts, granules, blocks), check<Small>(counts, granules, blocks), check<Middle>(counts, granules, blocks);
-    check<Large>(counts, granules, blocks), check<TinyTen>(counts, granules, blocks), check<SmallTen>(counts, granules, blocks);
-    check<SmallFour>(counts, granules, blocks), check<MiddleFour>(counts, granules, blocks);
+    check<Large>(counts, granules, blocks), check<Huge>(counts, granules, blocks), check<TinyTen>(counts, granules, blocks);
+    check<SmallTen>(counts, granules, blocks), check<SmallFour>(counts, granules, blocks), check<MiddleFour>(counts, granules, blocks);
   }
-  crowd = 64;
+  in_l2 = true, crowd = 64;
   for (int experts : {16, 48, 384})
     for (int granules : {72, 80}) {
       const auto share = [&](auto form, int rows) {
@@ -136,7 +138,9 @@ int main() {
       if (share(Tiny{}, 16) > 1.04) fail("uneven shares at 16 rows an expert");
       if (share(Small{}, 32) > 1.04) fail("uneven shares at 32 rows an expert");
       if (share(Middle{}, 64) > 1.04) fail("uneven shares at 64 rows an expert");
-      if (share(Large{}, 1024) > 1.04) fail("uneven shares at 1024 rows an expert");
+      in_l2 = false;
+      if (share(Huge{}, 1024) > 1.04) fail("uneven shares at 1024 rows an expert");
+      in_l2 = true;
     }
   const auto steps = [](auto form, int experts, int rows, int granules) {
     check<decltype(form)>(std::vector<int>(experts, rows), granules, 132);
@@ -146,5 +150,6 @@ int main() {
   const bool one_step_of_80 = steps(TinyTen{}, 16, 16, 80) == 1 && steps(SmallTen{}, 16, 32, 80) == 1;
   if (!one_step_of_72 || !one_step_of_80) fail("16 experts take more than a step a block");
   if (steps(SmallFour{}, 6, 32, 72) != 1 || steps(MiddleFour{}, 6, 64, 80) != 1) fail("six experts take more than a step a block");
+  if (steps(Large{}, 6, 256, 72) != 2) fail("six experts of 256 rows take more than two steps a block");
   printf("covered\n");
 }

@@ -93,6 +93,29 @@ def test_a_row_has_the_same_bits_alone_and_in_every_form(features, gen, call):
         assert torch.equal(alone[0], forms[0][row]), row
 
 
+FEW_EXPERTS = (
+    [8] * 6,
+    [32, 20, 0, 17, 1, 30],
+    [64, 40, 33, 50, 57, 64],
+    [256] * 6,
+    [300, 20, 129, 250, 64, 190],
+    [1100, 600, 1, 700, 513, 600],
+)
+"""Rows of six: fewer than a tile has, a tile, several tiles and parts of them, and many."""
+
+
+@pytest.mark.parametrize("counts", FEW_EXPERTS)
+def test_rows_of_few_experts_have_the_bits_of_a_row_alone(counts, gen, call):
+    weight = experts(gen, len(counts), 4608, 384)
+    codes, scales = quantise(torch.randn(sum(counts) + 20, 384, generator=gen, device="cuda"), "fp8_32")
+    out = run(call, (codes, scales), weight, counts)
+    assert_right(out, dequantise(codes, scales, "fp8_32"), weight, counts)
+    for row in (0, 7, 31, sum(counts) // 2, sum(counts) - 1):
+        expert = int((offsets_of(counts)[1:] <= row).sum())
+        alone = run(call, (codes[row : row + 1], scales[row : row + 1]), weight, [int(e == expert) for e in range(len(counts))])
+        assert torch.equal(alone[0], out[row]), row
+
+
 def test_a_small_workspace_takes_rows_in_parts(gen, call):
     weight, counts = experts(gen, len(COUNTS), 256, 5120), [500, *COUNTS[1:]]
     given = quantise(torch.randn(sum(counts), 5120, generator=gen, device="cuda"), "fp8_32")
