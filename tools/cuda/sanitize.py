@@ -36,6 +36,12 @@ MOST_BYTES = 256 << 10
 """A case is the largest of an op that moves no more than this, since the tool slows memory accesses a hundredfold."""
 
 FURTHER = {
+    "grouped_gemm": [  # rows an expert decide the form, as do granules of 64 features a block where rows are few
+        "grouped_gemm(M=160,E=4,K=256,N=128,x=u8,w=fp4_row32,out=bf16)",
+        "grouped_gemm(M=300,E=4,K=128,N=128,x=u8,w=fp4_row32,out=bf16)",
+        "grouped_gemm(M=1100,E=2,K=128,N=64,x=u8,w=fp4_row32,out=bf16)",
+        "grouped_gemm(M=300,E=48,K=128,N=768,x=u8,w=fp4_row32,out=bf16)",
+    ],
     "linear": [
         "linear(T=64,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",  # two slices, whose blocks are a cluster
         "linear(T=20,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",
