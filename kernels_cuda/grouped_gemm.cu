@@ -11,8 +11,9 @@ enum Argument { kX, kXScale, kValues, kScales, kOffsets, kOut, kOutScale, kArgum
 using Tiny = GroupedForm<32, 16, 4, 3, 2, 1, Reading::kInHalves, 3>;
 using Small = GroupedForm<32, 32, 4, 3, 3, 1, Reading::kInHalves>;
 using Middle = GroupedForm<64, 64, 5, 3, 2, 2, Reading::kInHalves>;
-using Large = GroupedForm<128, 64, 4, 2, 2, 1, Reading::kInHalves>;
-using Huge = GroupedForm<128, 128, 4, 4, 1, 1, Reading::kInHalves>;
+using Large = GroupedForm<128, 128, 4, 4, 1, 1, Reading::kInHalves>;
+// Where an expert's last tile has at most 64 tokens: slower by some percent, and half as long on that tile.
+using LargeAndHalf = GroupedForm<128, 64, 4, 2, 2, 1, Reading::kInHalves>;
 // Where a block has ten granules of each 16 or 32 tokens, one step of five warpgroups; where it has four, of two or four.
 using TinyTen = GroupedForm<32, 16, 4, 5, 1, 1, Reading::kInHalves, 2>;
 using SmallTen = GroupedForm<32, 32, 4, 5, 2, 1, Reading::kInHalves>;
@@ -40,7 +41,7 @@ int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t aver
   if (average <= 16) return share == 10 ? with(TinyTen{}) : with(Tiny{});
   if (average <= 32) return share == 10 ? with(SmallTen{}) : with(Small{});
   if (average <= 64) return with(Middle{});
-  return average <= 512 ? with(Large{}) : with(Huge{});
+  return average <= 512 && (average - 1) % 128 < 64 ? with(LargeAndHalf{}) : with(Large{});
 }
 
 int launch_rows(const void* x, int64_t pitch_bytes, int depth, int64_t average, bool floats, bool after_expansion,

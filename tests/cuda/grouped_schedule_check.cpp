@@ -77,8 +77,8 @@ struct Form {
 using Tiny = Form<32, 6, 3, 16, 9>;
 using Small = Form<32, 9, 3, 32, 9>;
 using Middle = Form<64, 6, 3, 64, 6>;
-using Large = Form<128, 4, 2, 64, 4>;
-using Huge = Form<128, 4, 1, 128, 4>;
+using Large = Form<128, 4, 1, 128, 4>;
+using LargeAndHalf = Form<128, 4, 2, 64, 4>;
 using TinyTen = Form<32, 5, 1, 16, 10>;
 using SmallTen = Form<32, 10, 5, 32, 10>;
 using SmallFour = Form<32, 4, 2, 16, 4>;
@@ -126,8 +126,9 @@ int main() {
     in_l2 = i % 2, crowd = in_l2 ? 64 : 16;
     for (int& count : counts) count = random() % 3 ? static_cast<int>(random() % (largest + 1)) : 0;
     check<Tiny>(counts, granules, blocks), check<Small>(counts, granules, blocks), check<Middle>(counts, granules, blocks);
-    check<Large>(counts, granules, blocks), check<Huge>(counts, granules, blocks), check<TinyTen>(counts, granules, blocks);
-    check<SmallTen>(counts, granules, blocks), check<SmallFour>(counts, granules, blocks), check<MiddleFour>(counts, granules, blocks);
+    check<Large>(counts, granules, blocks), check<LargeAndHalf>(counts, granules, blocks);
+    check<TinyTen>(counts, granules, blocks), check<SmallTen>(counts, granules, blocks);
+    check<SmallFour>(counts, granules, blocks), check<MiddleFour>(counts, granules, blocks);
   }
   in_l2 = true, crowd = 64;
   for (int experts : {16, 48, 384})
@@ -139,7 +140,7 @@ int main() {
       if (share(Small{}, 32) > 1.04) fail("uneven shares at 32 rows an expert");
       if (share(Middle{}, 64) > 1.04) fail("uneven shares at 64 rows an expert");
       in_l2 = false;
-      if (share(Huge{}, 1024) > 1.04) fail("uneven shares at 1024 rows an expert");
+      if (share(Large{}, 1024) > 1.04) fail("uneven shares at 1024 rows an expert");
       in_l2 = true;
     }
   const auto steps = [](auto form, int experts, int rows, int granules) {
