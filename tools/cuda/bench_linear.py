@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from deepinfer_hal import formats  # noqa: E402
 from deepinfer_hal.c_abi import CLibrary  # noqa: E402
 from deepinfer_hal.card import all_cards, sum_tolerance  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle  # noqa: E402
+from gpu_state import state_while  # noqa: E402
 from graph_timing import microseconds_of_a_call  # noqa: E402
 from report import store  # noqa: E402
 
@@ -42,12 +43,15 @@ DENSE_SHAPES = {"head": (0, 5120, 129280), "router": (0, 5120, 384)}
 ROTATED_BYTES = 240 << 20
 GRAPH_US = 3000.0
 REPLAYS = 9
+BOUND_BY_PRODUCTS = 4096
+"""Rows from which on the products bound a call, and the board's power the products."""
 
 
 @dataclass
 class Row:
     """One size: microseconds of a call, TFLOP/s, weight bytes per second, torch's microseconds and the ratio to it;
-    kernels: each symbol that a call starts, with the microseconds it takes by itself."""
+    kernels: each symbol that a call starts, with the microseconds it takes by itself; state: of the GPU in replays of calls that
+    its products bound, as gpu_state has it."""
 
     shape: str
     rows: int
@@ -57,6 +61,7 @@ class Row:
     torch_us: float | None
     ratio: float | None
     kernels: dict[str, float]
+    state: dict[str, float] = field(default_factory=dict)
 
 
 def timed(calls: list[Callable[[], None]], guess_us: float) -> float:
@@ -162,7 +167,8 @@ def measure(library: CLibrary, shape: str, rows: int, with_torch: bool) -> Row:
     theirs = min(timed(problem.torch_calls(fast), guess) for fast in (True, False)) if with_torch else None
     weight_bytes = problem.weights[0].nbytes
     ratio = us / theirs if theirs else None
-    return Row(shape, rows, us, flops / us / 1e6, weight_bytes / us / 1e6, theirs, ratio, kernels_of(calls[0]))
+    state = state_while(lambda: [call() for call in calls]) if rows >= BOUND_BY_PRODUCTS else {}
+    return Row(shape, rows, us, flops / us / 1e6, weight_bytes / us / 1e6, theirs, ratio, kernels_of(calls[0]), state)
 
 
 def measured(library: CLibrary, sizes: list[tuple[str, int]], with_torch: bool, seconds: float) -> Iterator[dict[str, Any]]:

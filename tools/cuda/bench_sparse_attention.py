@@ -17,8 +17,8 @@ A graph holds one call on each of several problems that together exceed the last
 of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in float64, and a
 row alone must have the bits that it has in the batch. In the same run: the rates of a large copy and of a large BF16 product,
 and, at 256 rows, torch's own products and softmax over keys gathered and decoded beforehand. floor_us is the time of the work
-at the product's rate, had the weights been one BF16 number each; the kernel's two parts make it half as much again. The report
-is stored after every size.
+at the product's rate, had the weights been one BF16 number each; the kernel's two parts make it half as much again. Beside each
+time stand the GPU's clock and power in such replays. The report is stored after every size.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import torch  # noqa: E402
 from deepinfer_hal import row_layout  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
+from gpu_state import state_while  # noqa: E402
 from graph_timing import microseconds_of_a_call  # noqa: E402
 from report import store  # noqa: E402
 
@@ -164,13 +165,15 @@ def check(kernel: Callable[..., None], args: Args) -> float:
 
 
 def measure(kernel: Callable[..., None], problems: list[Args], replays: int) -> dict[str, Any]:
-    """One size: time, what share of the product's work that is, and the error of its first rows."""
+    """One size: time, what share of the product's work that is, the error of its first rows, and the board's state."""
     ratio = check(kernel, problems[0])
-    us = microseconds_of_a_call([lambda args=args: kernel(*ordered(args)) for args in problems], replays, discarded=1)
+    calls = [lambda args=args: kernel(*ordered(args)) for args in problems]
+    us = microseconds_of_a_call(calls, replays, discarded=1)
     first = problems[0]
     keys = first["rows"].shape[1] + first["window_tokens"]
     flops = 4 * HEADS * D * keys * first["q"].shape[0]
-    return dict(us=round(us, 1), tflops=round(flops / us * 1e-6, 1), error_over_tolerance=round(ratio, 3), problems=len(problems))
+    found = dict(us=round(us, 1), tflops=round(flops / us * 1e-6, 1), error_over_tolerance=round(ratio, 3))
+    return found | dict(problems=len(problems)) | state_while(lambda: [call() for call in calls])
 
 
 def measure_flat(kernel: Call, k: int, window_tokens: int, load_kv: Call, replays: int) -> dict[str, Any]:
