@@ -5,7 +5,7 @@
 //   gather    two warps find where a row's keys begin, two copy their bytes, by copies that need no registers
 //   score     Q K^T of a step, the softmax's weights into shared memory
 //   value 2x  output += weights V, each for two quarters of the columns, which stay in registers for the row
-// Keys wait in a ring of units, each a quarter of the columns of 64 rows, and every unit is free as soon as its last product
+// Keys wait in a ring of units, each a half of the columns of 64 rows, and every unit is free as soon as its last product
 // has read it. Half of the query goes to registers of the score group, so that as much of shared memory again is the ring's; the
 // output leaves by the units that its last values came in.
 #pragma once
@@ -124,7 +124,7 @@ struct Find {
 #pragma unroll 1
     for (int step = 0; step * kStep < keys; ++step, ++serial) {
       mbarrier_wait(&s.copied[serial & 1], (serial >> 1 & 1) ^ 1);
-      s.from[serial & 1][thread & 3][thread >> 2] = found;
+      s.from[serial & 1][thread & 1][thread >> 1] = found;
       mbarrier_arrive(&s.found[serial & 1]);
       const int left = keys - step * kStep;
       const bool query_comes = next >= 0 && left <= 2 * kStep && (step == 0 || left > kStep);
@@ -142,21 +142,21 @@ struct Copy {
   Shared& s;
   int warp, lane;
 
-  // A quarter of 64 rows into a unit: half a warp takes 256 bytes of every fourth row; zeros past the `left` keys of the list.
-  __device__ __forceinline__ void copy(int quarter, int left, int slot, int unit) const {
-    const int first = 2 * warp + (lane >> 4);
-    const uint32_t at = shared_address(s.units[unit]) + piece_offset(first, lane & 15);
-    const uint32_t offset = quarter * kRowBytes / kQuarters + 16 * (lane & 15), list = shared_address(s.from[slot][first]);
-#pragma unroll
-    for (int n = 0; n < 16; n += 8) {
+  // Half of the columns of 64 rows into a unit: a warp takes 512 bytes of every second row; zeros past the `left` keys of the list.
+  __device__ __forceinline__ void copy(int half, int left, int slot, int unit) const {
+    const uint32_t at = shared_address(s.units[unit]) + piece_offset(warp, lane), list = shared_address(s.from[slot][warp]);
+    const uint32_t offset = half * (kRowBytes / 2) + 16 * lane;
+#pragma unroll 1
+    for (int n = 0; n < kStep / 2; n += 8) {
       uint4 pairs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) pairs[i] = load_shared16(list + 8 * n + 16 * i);
 #pragma unroll
-      for (int i = n; i < n + 8; ++i) {
-        const uint4 pair = pairs[(i - n) / 2];
+      for (int i = 0; i < 8; ++i) {
+        const uint4 pair = pairs[i / 2];
         const uint64_t from = i % 2 == 0 ? static_cast<uint64_t>(pair.y) << 32 | pair.x : static_cast<uint64_t>(pair.w) << 32 | pair.z;
-        async_copy16((i % 2 == 0 ? at : at ^ 64) + i * 512, reinterpret_cast<const uint8_t*>(from + offset), first + 4 * i < left);
+        const uint32_t to = (at ^ (i % 4 * 32)) + (n + i) * 256;
+        async_copy16(to, reinterpret_cast<const uint8_t*>(from + offset), warp + 2 * (n + i) < left);
       }
     }
     async_copy_arrive(&s.full[unit]);
@@ -173,9 +173,9 @@ struct Copy {
       for (; left > 0; left -= kStep, ++serial) {
         mbarrier_wait(&s.found[serial & 1], serial >> 1 & 1);
 #pragma unroll 1
-        for (int j = 0; j < kQuarters; ++j, place.advance(1)) {
+        for (int half = 0; half < 2; ++half, place.advance()) {
           mbarrier_wait(&s.empty[place.unit], place.parity ^ 1);
-          copy(j, left, serial & 1, place.unit);
+          copy(half, left, serial & 1, place.unit);
         }
         mbarrier_arrive(&s.copied[serial & 1]);
       }
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_flat_rows(const __grid_con
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kUnits; ++i) mbarrier_init(&s.full[i], kCopiers), mbarrier_init(&s.empty[i], kGroup);
+    for (int i = 0; i < kUnits; ++i) mbarrier_init(&s.full[i], kCopiers), mbarrier_init(&s.empty[i], 2 * kGroup);
     for (int i = 0; i < 2; ++i) {
       for (int j = 0; j < 2; ++j) mbarrier_init(&s.weighed[i][j], kGroup);
       mbarrier_init(&s.scored[i], 4), mbarrier_init(&s.unweighed[i], 2 * kGroup);

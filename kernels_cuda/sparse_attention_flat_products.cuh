@@ -6,14 +6,13 @@
 namespace di::attention::flat {
 
 constexpr int kThreads = 4 * kGroup, kRowBytes = 2 * kWidth;
-constexpr int kQuarters = 4, kHeld = 2;  // Of the columns; of the query, in registers.
-constexpr int kUnit = 2 * kSlab, kUnits = 10;
+constexpr int kQuarter = 2 * kSlab, kUnit = 2 * kQuarter, kUnits = 5;  // Bytes of 64 rows by 128 and by 256 columns.
 constexpr int kFinders = 64, kCopiers = 64;  // Threads of the warpgroup that gathers.
 enum NamedBarrier { kListing = 1, kScoring = 2, kFirstValue = 3 };
 
 struct Shared {
-  alignas(1024) uint8_t q[kHeld * kUnit];         // One half of the query, then the other, which stays.
-  alignas(1024) uint8_t units[kUnits][kUnit];     // Quarters of the steps, in a ring.
+  alignas(1024) uint8_t q[kUnit];                 // One half of the query, then the other, which stays.
+  alignas(1024) uint8_t units[kUnits][kUnit];     // Halves of the steps' columns, in a ring.
   alignas(1024) uint8_t weights[2][2][kSlab];     // Of two steps, in two parts.
   float shrink[2][kHeads], share[2][kHeads];      // By weights: what the output is multiplied by before them, and in the end.
   uint64_t full[kUnits], empty[kUnits];
@@ -21,7 +20,7 @@ struct Shared {
   uint64_t listed[2], unlisted[2], queried;         // By row of the block.
   uint64_t found[2], copied[2];                     // By step: the places in `from` are there, and read.
   int keys_of[2], selected[2];
-  alignas(16) uint64_t from[2][4][kStep / 4];       // Where the keys of two steps begin; of every fourth key side by side.
+  alignas(16) uint64_t from[2][2][kStep / 2];       // Where the keys of two steps begin; of every second key side by side.
 };
 static_assert(sizeof(Shared) <= 232448);
 
@@ -29,11 +28,10 @@ static_assert(sizeof(Shared) <= 232448);
 struct Place {
   int unit = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int units) {
-    unit += units;
-    if (unit >= kUnits) unit -= kUnits, parity ^= 1;
+  __device__ __forceinline__ void advance() {
+    if (++unit == kUnits) unit = 0, parity ^= 1;
   }
-  __device__ __forceinline__ int after(int units) const { return unit + units >= kUnits ? unit + units - kUnits : unit + units; }
+  __device__ __forceinline__ int next() const { return unit + 1 == kUnits ? 0 : unit + 1; }
 };
 
 // The rows of a block: every gridDim.x-th. Those left after whole rounds are divided where blocks would have nothing to do: two or
@@ -69,7 +67,7 @@ struct Score {
   const CUtensorMap& query;
   Shared& s;
   int warp, lane;
-  uint32_t held[8 * kHeld][4];  // Fragments of the query's first quarters, by 16 columns.
+  uint32_t held[16][4];  // Fragments of the query's first half, by 16 columns.
   float scores[32], reference[2], sum[2], sink[2];
 
   __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
@@ -80,15 +78,15 @@ struct Score {
     if (warp != 0 || lane != 0) return;
     mbarrier_arrive_expect(&s.queried, sizeof s.q);
 #pragma unroll 1
-    for (int i = 0; i < 2 * kHeld; ++i)
-      tensor_copy3_hint(s.q + i * kSlab, &query, 128 * kHeld * half + 64 * i, 0, t, &s.queried, evict_first_policy());
+    for (int i = 0; i < 4; ++i)
+      tensor_copy3_hint(s.q + i * kSlab, &query, 256 * half + 64 * i, 0, t, &s.queried, evict_first_policy());
   }
   // Takes the first half of the query of row t into registers, and asks for the second.
   __device__ __forceinline__ void take_query(int t) {
     mbarrier_wait(&s.queried, 0);
     const uint32_t base = shared_address(s.q);
 #pragma unroll
-    for (int i = 0; i < 8 * kHeld; ++i) load_matrices(base + piece_offset(16 * warp + (lane & 15), 2 * i + (lane >> 4)), held[i]);
+    for (int i = 0; i < 16; ++i) load_matrices(base + piece_offset(16 * warp + (lane & 15), 2 * i + (lane >> 4)), held[i]);
     fence_proxy_async();  // The loads come before the copies that follow.
     ask_query(t, 1);
   }
@@ -97,25 +95,21 @@ struct Score {
   __device__ __forceinline__ void multiply(Place& place, uint32_t serial, bool first) {
     const uint64_t q = wgmma_descriptor128(s.q);
 #pragma unroll
-    for (int j = 0; j < kQuarters; ++j, place.advance(1)) {
-      if (j == kHeld && first) mbarrier_wait(&s.queried, 1);
-      if (j % 2 == 0) {
-        Place other = place;
-        other.advance(1);
-        mbarrier_wait(&s.full[place.unit], place.parity), mbarrier_wait(&s.full[other.unit], other.parity);
-        fence_proxy_async();  // The copies were ordinary accesses.
-      }
+    for (int half = 0; half < 2; ++half, place.advance()) {
+      if (half == 1 && first) mbarrier_wait(&s.queried, 1);
+      mbarrier_wait(&s.full[place.unit], place.parity);
+      fence_proxy_async();  // The copies were ordinary accesses.
       const uint64_t k = wgmma_descriptor128(s.units[place.unit]);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < 16; ++i) {
         const uint32_t at = ((i >> 2) * kSlab + (i & 3) * 32) >> 4;
-        if (j < kHeld)
-          Wgmma<64>::bf16_rs(scores, held[8 * j + i], k + at, i + j > 0);
+        if (half == 0)
+          Wgmma<64>::bf16_rs(scores, held[i], k + at, i > 0);
         else
-          Wgmma<64>::bf16_ss(scores, q + ((j - kHeld) * kUnit >> 4) + at, k + at, true);
+          Wgmma<64>::bf16_ss(scores, q + at, k + at, true);
+        if (i % 8 == 7) wgmma_commit();
       }
-      wgmma_commit();
     }
     mbarrier_wait(&s.unweighed[serial & 1], (serial >> 1 & 1) ^ 1);  // For weigh(), beside the products.
     wgmma_wait<1>();
@@ -230,9 +224,12 @@ struct Value {
   const CUtensorMap& result;
   Shared& s;
   int half, warp, lane;
-  float output[2][64];  // Quarters half and half + 2 of the columns.
+  float output[2][64];  // This half of the columns of a step's first unit, and of its second.
 
   __device__ __forceinline__ int row(int i) const { return 16 * warp + (lane >> 2) + 8 * i; }
+
+  // This group's columns of a unit.
+  __device__ __forceinline__ uint8_t* quarter(int unit) const { return s.units[unit] + half * kQuarter; }
 
   // Adds a step, and at a row's last one writes the row. A warpgroup's products take turns with another's one by one, so those of
   // the next step's scores, which are short, get a fifth of the matrix unit beside these of two groups. The second half of these
@@ -247,7 +244,7 @@ struct Value {
 #pragma unroll
       for (int j = 0; j < 64; ++j) output[0][j] *= shrink[(j >> 1) & 1], output[1][j] *= shrink[(j >> 1) & 1];
     }
-    const int unit[2] = {place.after(half), place.after(half + 2)};
+    const int unit[2] = {place.unit, place.next()};
     add<0>(output[0], unit[0], buffer, !first);
     mbarrier_wait(&s.weighed[buffer][1], serial >> 1 & 1);
     const float share[2] = {last ? s.share[buffer][row(0)] : 0.0f, last ? s.share[buffer][row(1)] : 0.0f};
@@ -261,7 +258,7 @@ struct Value {
       wgmma_wait<0>();
     }
     wgmma_hold(output[0]);
-    leave<last>(t, output[0], half, unit[0], share);
+    leave<last>(t, output[0], 0, unit[0], share);
     if (waits) {
       mbarrier_wait(&s.scored[(serial + 1) & 1], (serial + 1) >> 1 & 1);
       add<0>(output[1], unit[1], buffer, !first), add<1>(output[1], unit[1], buffer, true);
@@ -270,12 +267,12 @@ struct Value {
     wgmma_wait<0>();
     wgmma_hold(output[1]);
     mbarrier_arrive(&s.unweighed[buffer]);
-    leave<last>(t, output[1], half + 2, unit[1], share);
+    leave<last>(t, output[1], 1, unit[1], share);
   }
   // 32 keys with both parts of their weights.
   template <int keys>
   __device__ __forceinline__ void add(float (&columns)[64], int unit, int buffer, bool accumulate) {
-    const uint64_t v = wgmma_descriptor(shared_address(s.units[unit]), kSlab, 1024, kSwizzle128), w = wgmma_descriptor128(s.weights[buffer]);
+    const uint64_t v = wgmma_descriptor(shared_address(quarter(unit)), kSlab, 1024, kSwizzle128), w = wgmma_descriptor128(s.weights[buffer]);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -284,17 +281,17 @@ struct Value {
     }
   }
   template <bool last>
-  __device__ __forceinline__ void leave(int t, const float (&columns)[64], int quarter, int unit, const float (&share)[2]) {
+  __device__ __forceinline__ void leave(int t, const float (&columns)[64], int n, int unit, const float (&share)[2]) {
     if (last)
-      write(t, columns, quarter, unit, share);
+      write(t, columns, n, unit, share);
     else
       mbarrier_arrive(&s.empty[unit]);
   }
   // A quarter of the row's columns, by way of the unit that held the quarter's last values.
-  __device__ __forceinline__ void write(int t, const float (&columns)[64], int quarter, int unit, const float (&share)[2]) {
+  __device__ __forceinline__ void write(int t, const float (&columns)[64], int n, int unit, const float (&share)[2]) {
     named_barrier_sync(kFirstValue + half, kGroup);  // Every warp's products have read the unit.
     const int lane = anew(this->lane);
-    const uint32_t base = shared_address(s.units[unit]);
+    const uint32_t base = shared_address(quarter(unit));
 #pragma unroll
     for (int j = 0; j < 16; j += 2) {
       uint32_t v[4];
@@ -309,7 +306,7 @@ struct Value {
     __syncwarp();
     if (lane == 0) {
       for (int i = 0; i < 2; ++i)
-        tensor_store3(&result, s.units[unit] + i * kSlab + warp * 2048, 128 * quarter + 64 * i, 16 * warp, t, evict_first_policy());
+        tensor_store3(&result, quarter(unit) + i * kSlab + warp * 2048, 256 * n + 128 * half + 64 * i, 16 * warp, t, evict_first_policy());
       tensor_stores_read();
     }
     __syncwarp();
@@ -321,8 +318,8 @@ struct Value {
     const int part = blockIdx.x % rows.parts, n = rows.parts == 4 ? part >> 1 : part;
     const bool writes = rows.parts == 2 || part % 2 == half;
 #pragma unroll 1
-    for (int left = keys; left > 0; left -= kStep, ++serial, place.advance(kQuarters)) {
-      const int buffer = serial & 1, unit = place.after(half + 2 * n), other = place.after(half + 2 - 2 * n);
+    for (int left = keys; left > 0; left -= kStep, ++serial, place.advance(), place.advance()) {
+      const int buffer = serial & 1, unit = n == 0 ? place.unit : place.next(), other = n == 0 ? place.next() : place.unit;
       for (int i = 0; i < 2; ++i) mbarrier_wait(&s.weighed[buffer][i], serial >> 1 & 1);
 #pragma unroll
       for (int j = 0; j < 64; ++j) output[0][j] *= s.shrink[buffer][row((j >> 1) & 1)];
@@ -335,7 +332,7 @@ struct Value {
       wgmma_hold(output[0]);
       mbarrier_arrive(&s.unweighed[buffer]);
       if (left <= kStep && writes)
-        write(t, output[0], half + 2 * n, unit, share);
+        write(t, output[0], n, unit, share);
       else
         mbarrier_arrive(&s.empty[unit]);
     }
@@ -352,14 +349,14 @@ struct Value {
       after = rows.after(t);
       if (keys == 0) write_zeros(a, t, anew(half * kGroup + 32 * warp + lane));
       if (rows.divides(t)) return add_quarter(t, keys, serial, place, rows);
-      for (int step = 0; step < steps - 1; ++step, ++serial, place.advance(kQuarters)) accumulate<false, true>(t, serial, place, step == 0);
+      for (int step = 0; step < steps - 1; ++step, ++serial, place.advance(), place.advance()) accumulate<false, true>(t, serial, place, step == 0);
       next = after >= 0 ? take_keys(s, ++index) : 0;
       if (steps == 0) continue;
       if (next > 0)
         accumulate<true, true>(t, serial, place, steps == 1);
       else
         accumulate<true, false>(t, serial, place, steps == 1);
-      ++serial, place.advance(kQuarters);
+      ++serial, place.advance(), place.advance();
     }
   }
 };
