@@ -18,42 +18,43 @@ using LargeAndHalf = GroupedForm<128, 64, 4, 2, 2, 1, Reading::kInHalves>;
 using TinyTen = GroupedForm<32, 16, 4, 5, 1, 1, Reading::kInHalves, 2>;
 using SmallTen = GroupedForm<32, 32, 4, 5, 2, 1, Reading::kInHalves>;
 using SmallFour = GroupedForm<32, 16, 8, 2, 2, 2, Reading::kAhead>;
-using MiddleFour = GroupedForm<64, 64, 6, 4, 1, 4, Reading::kAtOnce>;
+using MiddleFour = GroupedForm<96, 64, 5, 4, 1, 2, Reading::kAtOnce>;
+
+// BF16 rows as the product reads them.
+struct Rows {
+  const void* x;
+  int64_t pitch_bytes;
+  int depth;
+  bool expanded;  // by the kernel before
+};
 
 template <typename Form, typename Out>
-int launch(const GroupedMaps& maps, const GroupedShape& shape, bool after_expansion, cudaStream_t stream, di_error* e) {
+int launch(const Rows& rows, const GroupedShape& shape, cudaStream_t stream, di_error* e) {
   constexpr auto kernel = grouped_gemm_fp4<Form, Out>;
   constexpr int kBytes = Form::kSharedBytes;
+  const int count = shape.last_row - shape.first_row;
+  GroupedMaps maps;
+  for (int i = 0; i < kWidths; ++i)
+    if (!matrix_map(&maps.tokens[i], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rows.x, count, rows.depth, rows.pitch_bytes,
+                    Form::box_rows(i), 64, CU_TENSOR_MAP_SWIZZLE_128B))
+      return refuse(e, DI_FAILED, "the driver refused a tensor map of x [%d, %d]", count, rows.depth);
   if (allow_shared<kernel>(kBytes) != cudaSuccess) return refuse(e, DI_FAILED, "%d bytes of shared memory were refused", kBytes);
   // It may start while the rows are expanded, and waits for them before it reads them.
-  if (after_expansion) launch_early(kernel, multiprocessors(), Form::kThreads, kBytes, stream, maps, shape);
+  if (rows.expanded) launch_early(kernel, multiprocessors(), Form::kThreads, kBytes, stream, maps, shape);
   else kernel<<<multiprocessors(), Form::kThreads, kBytes, stream>>>(maps, shape);
   return finish(e, "grouped_gemm_fp4");
 }
 
 // The tokens of the instruction follow the rows that an expert has on average; bits do not depend on them.
 template <typename Out>
-int launch_tile(const GroupedMaps& maps, const GroupedShape& shape, int64_t average, bool after_expansion, cudaStream_t stream,
-                di_error* e) {
-  const auto with = [&](auto form) { return launch<decltype(form), Out>(maps, shape, after_expansion, stream, e); };
+int launch_tile(const Rows& rows, const GroupedShape& shape, int64_t average, cudaStream_t stream, di_error* e) {
+  const auto with = [&](auto form) { return launch<decltype(form), Out>(rows, shape, stream, e); };
   const int64_t share = ceil_div(static_cast<int64_t>(shape.experts) * shape.granules, multiprocessors());  // granules of a block
-  if (share <= 4 && average <= 64) return average <= 32 ? with(SmallFour{}) : with(MiddleFour{});
+  if (share <= 4 && average <= 96) return average <= 32 ? with(SmallFour{}) : with(MiddleFour{});
   if (average <= 16) return share == 10 ? with(TinyTen{}) : with(Tiny{});
   if (average <= 32) return share == 10 ? with(SmallTen{}) : with(Small{});
   if (average <= 64) return with(Middle{});
   return average <= 512 && (average - 1) % 128 < 64 ? with(LargeAndHalf{}) : with(Large{});
-}
-
-int launch_rows(const void* x, int64_t pitch_bytes, int depth, int64_t average, bool floats, bool after_expansion,
-                const GroupedShape& shape, cudaStream_t stream, di_error* e) {
-  const int rows = shape.last_row - shape.first_row;
-  GroupedMaps maps;
-  for (int i = 0; i < 5; ++i)
-    if (!matrix_map(&maps.tokens[i], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x, rows, depth, pitch_bytes, 8 << i, 64,
-                    CU_TENSOR_MAP_SWIZZLE_128B))
-      return refuse(e, DI_FAILED, "the driver refused a tensor map of x [%d, %d]", rows, depth);
-  return floats ? launch_tile<float>(maps, shape, average, after_expansion, stream, e)
-                : launch_tile<__nv_bfloat16>(maps, shape, average, after_expansion, stream, e);
 }
 
 // Codes are expanded into the workspace, as many rows at a time as fit; BF16 rows are read where they are.
@@ -64,7 +65,11 @@ int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* w
   const bool floats = out.dtype == DI_F32;
   GroupedShape shape{data<uint8_t>(w), data<int>(t[kOffsets]), out.data, out.stride[0], experts,
                      features / kGranuleRows, depth / kBlockK, 0, rows};
-  if (x.dtype == DI_BF16) return launch_rows(x.data, x.stride[0] * 2, depth, average, floats, false, shape, stream, e);
+  const auto multiply = [&](const Rows& from) {
+    return floats ? launch_tile<float>(from, shape, average, stream, e)
+                  : launch_tile<__nv_bfloat16>(from, shape, average, stream, e);
+  };
+  if (x.dtype == DI_BF16) return multiply({x.data, x.stride[0] * 2, depth, false});
   const int64_t row_bytes = depth * 2, fitting = static_cast<int64_t>(ws_bytes) / row_bytes, numbered = (1 << 30) / (depth / 16);
   const int64_t most = fitting < numbered ? fitting : numbered;
   if (most < 1)
@@ -76,7 +81,7 @@ int packed(const di_tensor* t, int rows, int depth, cudaStream_t stream, void* w
                  data<uint8_t>(x) + first * x.stride[0], x.stride[0], data<uint8_t>(scales) + first * scales.stride[0],
                  scales.stride[0], static_cast<__nv_bfloat16*>(ws), static_cast<int64_t>(depth), count, depth);
     shape.first_row = first, shape.last_row = first + count;
-    const int status = launch_rows(ws, row_bytes, depth, average, floats, true, shape, stream, e);
+    const int status = multiply({ws, row_bytes, depth, true});
     if (status != DI_OK) return status;
   }
   return finish(e, "expand_rows_fp8");

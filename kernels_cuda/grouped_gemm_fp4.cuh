@@ -22,7 +22,7 @@ constexpr int kBlockK = 128;
 constexpr int kCodeBytes = kGranuleRows * kBlockK / 2;
 constexpr int kGranuleBytes = kCodeBytes + kGranuleRows * kBlockK / 32;
 struct GroupedMaps {
-  CUtensorMap tokens[5];  // x as [rows, K] in boxes of 8 << i rows and 64 columns, 128-byte swizzle
+  CUtensorMap tokens[kWidths];  // x as [rows, K] in boxes of 8 << i rows, a tile's at most, and 64 columns, 128-byte swizzle
 };
 
 // When a warpgroup reads a stage's codes: the second half where it is expanded, all at once, or a stage ahead, which suits two
@@ -46,6 +46,8 @@ struct GroupedForm {
   static constexpr int kRegisters = kEntryRegisters * (groups + 1);
   static constexpr int kProducerRegisters = groups == 5 ? 40 : 48;
   static constexpr int kConsumerRegisters = (kRegisters - kProducerRegisters) / groups / 8 * 8;
+  // Rows that are copied for a tile of a width.
+  __host__ __device__ static constexpr int box_rows(int width) { return 8 << width < tile ? 8 << width : tile; }
 };
 
 // Both halves times one half of `factors`: the low one for a thread's upper row, the high one for its lower row.
@@ -152,7 +154,8 @@ __device__ __forceinline__ void let_pass(const GroupedShape& shape, Ring<Form>& 
 // beyond the step's own is of other tokens or stale, and each token's sum is its own. `step` is in shared memory.
 template <typename Form, int tile, int count, typename Out>
 __device__ __forceinline__ void consume(const GroupedShape& shape, const GroupedStep& step, Ring<Form>& ring) {
-  constexpr int together = Form::kTogether, apart = Form::kGroups * kGranuleBytes;
+  constexpr int together = tile > 64 ? 1 : Form::kTogether;  // sums of many tokens leave few registers
+  constexpr int apart = Form::kGroups * kGranuleBytes;
   constexpr bool ahead = Form::kReading == Reading::kAhead;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
   float d[count][tile / 2];
@@ -279,7 +282,7 @@ __device__ __forceinline__ void copy_tokens(const GroupedMaps& maps, const Group
   wait_for_producer();
   for (; more; more = walk.next(plan, shape.experts, shape.granules, step)) {
     const CUtensorMap* map = &maps.tokens[step.width];
-    const int row = step.row - shape.first_row, bytes = (8 << step.width) * kBlockK * 2;
+    const int row = step.row - shape.first_row, bytes = Form::box_rows(step.width) * kBlockK * 2;
     for (int k = 0; k < shape.k_blocks; ++k) {
       ring.wait_empty();
       uint8_t* to = room + ring.slot * Form::kStageBytes;
@@ -311,10 +314,10 @@ __global__ void __maxnreg__(Form::kEntryRegisters)
     fence_mbarrier_init();
     start_dependents();
   }
-  if (threadIdx.x >= 32 * Form::kWarps && threadIdx.x < 32 * Form::kWarps + 5) {
+  if (threadIdx.x >= 32 * Form::kWarps && threadIdx.x < 32 * Form::kWarps + kWidths) {
     prefetch_tensor_map(&maps.tokens[threadIdx.x - 32 * Form::kWarps]);
   }
-  make_plan<Form::kTile>(plan, shape);
+  make_plan<Form::kTile, Form::kNarrow>(plan, shape);
   if (threadIdx.x >= 32 * Form::kWarps) {
     registers_down<Form::kProducerRegisters>();
     if (threadIdx.x == 32 * Form::kWarps) copy_weights<Form>(shape, plan, room, steps, ring);

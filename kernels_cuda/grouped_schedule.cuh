@@ -15,6 +15,7 @@ namespace di {
 
 constexpr int kGranuleRows = 64;
 constexpr int kMostExperts = 1024;
+constexpr int kWidths = 5;  // of a tile of tokens
 constexpr int64_t kTokensOfL2 = 32 << 20;  // bytes
 constexpr int kMostDealt = 128;  // experts of which each may have blocks of its own
 
@@ -52,8 +53,12 @@ __host__ __device__ constexpr int full_cost(int most) {
   return granule_cost(most <= 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4);
 }
 
-__device__ __forceinline__ int tile_width(int tokens) {
+__host__ __device__ constexpr int tile_width(int tokens) {
   return tokens <= 8 ? 0 : tokens <= 16 ? 1 : tokens <= 32 ? 2 : tokens <= 64 ? 3 : 4;
+}
+// Cost where no tile takes an instruction of fewer than `narrow` tokens.
+__host__ __device__ constexpr int granule_cost(int width, int narrow) {
+  return granule_cost(width > tile_width(narrow) ? width : tile_width(narrow));
 }
 
 // Blocks of an expert that costs `mine` of `total`, if each expert has its own.
@@ -108,8 +113,9 @@ __device__ __forceinline__ int last_at_most(const int* values, int count, int wa
   return low;
 }
 
-// Fills the plan for tiles of at most `most` tokens; every thread of the block calls it, and it ends with a barrier.
-template <int most>
+// Fills the plan for tiles of at most `most` tokens and instructions of at least `narrow`; every thread of the block calls it, and
+// it ends with a barrier.
+template <int most, int narrow>
 __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
   constexpr int kFullCost = full_cost(most);
   for (int e = threadIdx.x; e <= shape.experts; e += blockDim.x)
@@ -124,7 +130,7 @@ __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
     for (int first = 0; first < shape.experts; first += 32) {
       const int e = first + threadIdx.x;
       const int tokens = e < shape.experts ? max(plan.rows[e + 1] - plan.rows[e], 0) : 0, rest = tokens % most;
-      const int mine = shape.granules * (tokens / most * kFullCost + (rest ? granule_cost(tile_width(rest)) : 0));
+      const int mine = shape.granules * (tokens / most * kFullCost + (rest ? granule_cost(tile_width(rest), narrow) : 0));
       if (tokens > crowd) plan.crowded = 1;
       const int sum = sum_up_to(mine);
       if (e < shape.experts) plan.cost_before[e] = before + sum - mine;
@@ -141,7 +147,8 @@ __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
 // at most `narrow` tokens), a multiple of `together` where there are as many.
 template <int most, int groups, int together, int narrow, int narrow_groups>
 struct GroupedWalk {
-  static constexpr int kFullCost = full_cost(most), kWaveCost = narrow_groups * full_cost(narrow);  // of a wave's block
+  static constexpr int kFullCost = full_cost(most), kNarrowStep = narrow_groups * full_cost(narrow);
+  static constexpr int kWaveCost = kNarrowStep > groups * kFullCost ? kNarrowStep : groups * kFullCost;  // of a wave's block
 
   int wave = -1, at = 0, end = 0, expert = 0;
 
@@ -157,7 +164,7 @@ struct GroupedWalk {
     return true;
   }
 
-  // False when there is no wave left. All waves but the last cost what gives every block one full step of small tiles.
+  // False when there is no wave left. All waves but the last cost what gives every block one full step.
   __device__ bool start_wave(const GroupedPlan& plan, int experts) {
     if (plan.dealt) return start_dealt(plan, experts);
     const int total = plan.cost_before[experts], full = gridDim.x * kWaveCost;
@@ -185,7 +192,7 @@ struct GroupedWalk {
       const int full = tokens / most, tile = min((at - before) / (granules * kFullCost), full);
       step.tokens = tile < full ? most : tokens % most;
       step.width = tile_width(step.tokens);
-      const int cost = granule_cost(step.width), start = before + tile * granules * kFullCost;
+      const int cost = granule_cost(step.width, narrow), start = before + tile * granules * kFullCost;
       step.granule = (at - start + cost - 1) / cost;
       const int count = min(granules, (end - start + cost - 1) / cost) - step.granule;
       if (count <= 0) {

@@ -37,7 +37,7 @@ MOST_BYTES = 256 << 10
 
 FURTHER = {
     "grouped_gemm": [  # rows an expert decide the form, as do granules of 64 features a block where rows are few
-        "grouped_gemm(M=160,E=4,K=256,N=128,x=u8,w=fp4_row32,out=bf16)",
+        "grouped_gemm(M=280,E=4,K=256,N=128,x=u8,w=fp4_row32,out=bf16)",
         "grouped_gemm(M=440,E=4,K=128,N=128,x=u8,w=fp4_row32,out=bf16)",
         "grouped_gemm(M=600,E=4,K=128,N=64,x=u8,w=fp4_row32,out=bf16)",
         "grouped_gemm(M=300,E=48,K=128,N=768,x=u8,w=fp4_row32,out=bf16)",
