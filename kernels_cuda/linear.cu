@@ -140,8 +140,8 @@ int choose(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t 
 template <typename C>
 int start_dense(Problem p, const di_tensor& x, const CUtensorMap& map, cudaStream_t stream, di_error* e) {
   CUtensorMap row_map;
-  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x.data, p.rows, static_cast<int64_t>(p.groups) * p.k, row_stride(x) * 2, C::T,
-                  kDenseChunk, CU_TENSOR_MAP_SWIZZLE_128B))
+  if (!matrix_map(&row_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x.data, p.rows, static_cast<int64_t>(p.groups) * p.k, row_stride(x) * 2,
+                  dense_rows<C>(p), kDenseChunk, CU_TENSOR_MAP_SWIZZLE_128B))
     return refuse(e, DI_FAILED, "linear: the driver refuses a map of the rows [%d, %d]", p.rows, p.groups * p.k);
   p.partial = reinterpret_cast<float*>(p.expanded);
   return launch<C>(p, map, row_map, stream, e);

@@ -155,18 +155,24 @@ __device__ __forceinline__ void produce_codes(const Shared<C>& shared, const CUt
   }
 }
 
-// 128 weight rows and T activation rows a step, both of 64 BF16.
+// Activation rows of a stage: no more than there are of few, since what a copy fills up with zeros takes its time too.
+template <typename C>
+__host__ __device__ __forceinline__ int dense_rows(const Problem& p) {
+  return p.rows < C::T ? (p.rows + 7) / 8 * 8 : C::T;
+}
+
+// 128 weight rows and up to T activation rows a step, both of 64 BF16.
 template <typename C>
 __device__ __forceinline__ void produce_dense(const Shared<C>& shared, const CUtensorMap* weight_map, const CUtensorMap* row_map,
                                               const Problem& p, const Work& w) {
-  const int steps = w.steps();
+  const int steps = w.steps(), row_bytes = dense_rows<C>(p) * kDenseChunk * 2;
   Cursor cursor(w);
   Ring<C::kRowStages> ring;
   for (int step = 0; step < steps; ++step) {
     mbarrier_wait(shared.rows_empty(ring.stage), ring.parity ^ 1);
     uint64_t* full = shared.rows_full(ring.stage);
     const int column = cursor.chunk * kDenseChunk, group = cursor.at.group;
-    mbarrier_arrive_expect(full, C::kWeightStage + C::kRowStage);
+    mbarrier_arrive_expect(full, C::kWeightStage + row_bytes);
     tensor_copy(shared.weights(ring.stage), weight_map, column, group * p.n + cursor.at.feature_tile * kTileFeatures, full);
     tensor_copy(shared.rows(ring.stage), row_map, group * p.k + column, cursor.at.row_tile * C::T, full);
     cursor.next(w);
