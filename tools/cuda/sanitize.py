@@ -49,6 +49,7 @@ FURTHER = {
         "linear(T=64,K=768,N=5152,x=u8,w=fp8_block32,out=bf16)",  # three slices, which meet in the workspace
         "linear(T=33,K=256,N=288,x=u8,w=fp8_block32,out=f32)",  # one slice
         "linear(T=20,K=256,N=288,x=u8,w=fp8_block32,out=f32)",
+        "linear(T=90,K=96,N=70,x=bf16,w=bf16,out=f32)",  # a tile of 96 rows, fewer of which are copied
     ],
     "sparse_attention": [  # more rows than multiprocessors, so that a block alone attends to a row, some to a second one
         "sparse_attention(requests=0+140,3+5,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=fp8_32,compressed=fp4_16,storage=ring)",
