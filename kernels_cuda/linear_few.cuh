@@ -31,14 +31,14 @@ __device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Pr
   const FewPlan& late = shared.call().plan;
   if constexpr (C::kSlices == kApart) {
     consumer.stage(p.partial + static_cast<int64_t>(w.tile * p.slices + w.slice) * (C::T * kTilePitch), kTilePitch, sums, undo);
+  } else if constexpr (C::kSlices == kJoined) {
+    consumer.undo_factors(sums, undo);
+    meet_joined<C>(shared, q, late, w, id, valid, sums);
   } else {
     named_barrier_sync(3, C::kConsumers);  // all have read the stages, which the sums now replace
     consumer.stage(shared.tile(), C::kPitch, sums, undo);
-    if (C::kSlices == kJoined) fence_proxy_async();
     named_barrier_sync(3, C::kConsumers);
-    if (C::kSlices == kJoined) cluster_wait();  // the others can be sent to
-    if constexpr (C::kSlices == kJoined) store_joined<C>(shared, q, late, w, id, valid);
-    else if constexpr (C::kSlices == kNear) store_near<C>(shared, q, late, w, id, valid);
+    if constexpr (C::kSlices == kNear) store_near<C>(shared, q, late, w, id, valid);
     else store_whole<C>(shared, q, w, id, valid);
   }
 }
@@ -81,7 +81,7 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
   const FewShared<C> shared{memory};
   const FewWork w = FewWork::of(plan);
   const int id = threadIdx.x - C::kConsumers;
-  launch_dependents();
+  launch_dependents();  // they wait for this kernel's end, whatever they do before
   FewScales<C> asked;
   if (id < C::kExpanders) asked = FewScales<C>::ask(p, w, threadIdx.x);
   if (id == C::kExpanders) {  // the first copies are under way before the block meets
@@ -101,7 +101,9 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
   } else if (id == C::kExpanders + 96) {
     init_few_barriers<C>(shared);
     if (C::kSlices == kJoined)
-      mbarrier_arrive_expect(shared.sums_full(), (plan.row[w.slice + 1] - plan.row[w.slice]) * (p.slices - 1) * C::kPitch * 4);
+#pragma unroll
+      for (int i = 0; i < C::G; ++i)
+        mbarrier_arrive_expect(shared.sums_full(i), FewShare::of(plan, p.slices, w.slice, i).units * (p.slices - 1) * kUnitBytes);
   }
   __syncthreads();
   if (C::kSlices == kJoined) cluster_arrive_relaxed();  // barriers have a fence of their own; releasing would wait for the scales

@@ -28,8 +28,9 @@ int launch_few(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cu
   const dim3 grid(static_cast<unsigned>(p.slices), tiles, static_cast<unsigned>(p.groups));
   FewPlan plan = {};
   plan.flags = reinterpret_cast<uint64_t*>(p.expanded + few_sums_bytes(p, C::T)), plan.nonce = next_nonce();
+  const int parts = C::kSlices == kJoined ? C::kUnits : C::T;
   for (int i = 0; i <= p.slices; ++i)
-    plan.step[i] = static_cast<uint16_t>(p.slice_start(i)), plan.row[i] = static_cast<uint16_t>(C::T * i / p.slices);
+    plan.step[i] = static_cast<uint16_t>(p.slice_start(i)), plan.part[i] = static_cast<uint16_t>(parts * i / p.slices);
   if (allow_shared<few_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
   const int cluster = C::kSlices == kJoined ? p.slices : 1;
   launch_clusters(few_kernel<C>, grid, C::kThreads, C::kShared, stream, cluster, true, map, row_map, p, plan);

@@ -1,5 +1,5 @@
-// How the slices of a tile of linear_few.cuh meet. Each has left its sums in its block's shared memory, at `tile()`; a block adds
-// those of some rows, in the slices' order, rounds once and stores.
+// How the slices of a tile of linear_few.cuh meet: a block adds the sums of some rows, in the slices' order, rounds once and
+// stores.
 #pragma once
 
 #include "linear_few_stages.cuh"
@@ -50,27 +50,102 @@ __device__ __forceinline__ void store_whole(const FewShared<C>& shared, const Pr
   });
 }
 
-// Blocks of a cluster: each sends each of the others its rows of the tile, and adds its own from where they are.
-template <typename C>
-__device__ __forceinline__ void store_joined(const FewShared<C>& shared, const Problem& p, const FewPlan& plan, const FewWork& w,
-                                             int id, int valid) {
-  const int first = plan.row[w.slice], stop = plan.row[w.slice + 1];
-  static_assert(C::kConsumers / 32 >= kMostSlices);
-  if (const int to = id / 32; id % 32 == 0 && to < p.slices && to != w.slice) {  // a warp each: copies of one warp go out in turn
-    const int row = plan.row[to], rows = plan.row[to + 1] - row;
-    bulk_copy_cluster(shared.received() + w.slice * rows * C::kPitch, shared.tile() + row * C::kPitch, rows * C::kPitch * 4,
-                      shared.sums_full(), to);
+// ---- blocks of a cluster: sums stay as they lie in registers until they are added, in units of eight rows by a warpgroup's 64
+// columns, four sums a thread
+
+// The units that a warpgroup of a block adds.
+struct FewShare {
+  int first, units;
+
+  // Odd warpgroups share them out the other way round, so that a block has about as many as another in all.
+  static __device__ __forceinline__ FewShare of(const FewPlan& plan, int slices, int slice, int warpgroup) {
+    const int i = warpgroup % 2 == 0 ? slice : slices - 1 - slice;
+    return {plan.part[i], plan.part[i + 1] - plan.part[i]};
   }
-  mbarrier_wait_cluster(shared.sums_full(), 0);
-  add_slices<C, kMostSlices, 1>(p, w, id, p.slices, first, stop, valid, [&](float4 (&to)[2], int slice, int row, int column) {
-    const float* tile = shared.tile() + row * C::kPitch;
-    const float* from = slice == w.slice ? tile : shared.received() + (slice * (stop - first) + row - first) * C::kPitch;
-    const float4* at = reinterpret_cast<const float4*>(from + column);
-    to[0] = at[0], to[1] = at[1];
-  });
+};
+
+// Where block `to` gets the units of slice `from` of a warpgroup.
+template <typename C>
+__device__ __forceinline__ float4* received_units(const FewShared<C>& shared, const FewPlan& plan, int slices, int warpgroup,
+                                                  int from, int to) {
+  const int before = warpgroup == 0 ? 0 : (slices - 1) * FewShare::of(plan, slices, to, 0).units;
+  const int place = from < to ? from : from - 1;
+  return shared.received() + (before + place * FewShare::of(plan, slices, to, warpgroup).units) * 128;
 }
 
-// Words that two blocks agree by: what any thread of the block stored before it met the one that tells is seen by all who meet the
+// `staged`: all units of this warpgroup.
+template <typename C>
+__device__ __forceinline__ void send_units(const FewShared<C>& shared, const FewPlan& plan, const FewWork& w, int slices,
+                                           int warpgroup, int warp, const float4* staged) {
+#pragma unroll 1
+  for (int to = warp; to < slices; to += 4) {
+    const FewShare share = FewShare::of(plan, slices, to, warpgroup);
+    if (to != w.slice && share.units > 0)
+      bulk_copy_cluster(received_units<C>(shared, plan, slices, warpgroup, w.slice, to), staged + share.first * 128,
+                        share.units * kUnitBytes, shared.sums_full(warpgroup), to);
+  }
+}
+
+// Adds this thread's sums of the warpgroup's own units into `tile`, rows of kHalfPitch. own, others: of the first of them.
+__device__ __forceinline__ void add_units(float* tile, int thread, int units, int slices, int slice, const float4* own,
+                                          const float4* others) {
+  float* to = tile + thread % 4 * 2 * kHalfPitch + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll 1
+  for (int unit = 0; unit < units; ++unit, to += 8 * kHalfPitch) {
+    float4 parts[kMostSlices];  // all on their way before the first is used
+#pragma unroll
+    for (int i = 0; i < kMostSlices; ++i)
+      if (i < slices) parts[i] = (i == slice ? own : others + (i > slice ? i - 1 : i) * (units * 128))[unit * 128];
+    float4 v = parts[0];
+#pragma unroll
+    for (int i = 1; i < kMostSlices; ++i)
+      if (i < slices) v.x += parts[i].x, v.y += parts[i].y, v.z += parts[i].z, v.w += parts[i].w;
+    to[0] = v.x, to[kHalfPitch] = v.y, to[8] = v.z, to[kHalfPitch + 8] = v.w;
+  }
+}
+
+// Rows of such a tile, from `first` of the call on: eight columns a thread.
+__device__ __forceinline__ void store_units(const Problem& p, const float* tile, int thread, int rows, int first, int valid,
+                                            int group, int n) {
+  const int column = thread % 8 * 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < rows; row += 16) {
+    const float4* at = reinterpret_cast<const float4*>(tile + row * kHalfPitch + column);
+    const float4 a = at[0], b = at[1];
+    const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    store_unit(p, first + row, group, n + column, first + row < valid, v);
+  }
+}
+
+// Each block sends each of the others its units, and adds its own from where they are; a warpgroup by itself.
+template <typename C>
+__device__ __forceinline__ void meet_joined(const FewShared<C>& shared, const Problem& p, const FewPlan& plan,
+                                            const FewWork& w, int id, int valid, const float (&sums)[C::T / 2]) {
+  const int slices = p.slices, thread = id % 128, warpgroup = id / 128;
+  const FewShare share = FewShare::of(plan, slices, w.slice, warpgroup);
+  float4* staged = reinterpret_cast<float4*>(shared.base) + warpgroup * (C::kUnits * 128);
+  named_barrier_sync(3, C::kConsumers);  // all have read the stages, which the sums now replace
+#pragma unroll
+  for (int j = 0; j < C::kUnits; ++j)
+    staged[j * 128 + thread] = make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
+  fence_proxy_async();
+  named_barrier_sync(4 + warpgroup, 128);
+  cluster_wait();  // the others can be sent to
+  // a warp for each of the others: copies of one warp go out in turn
+  if (thread % 32 == 0) send_units<C>(shared, plan, w, slices, warpgroup, thread / 32, staged);
+  __syncwarp();
+  const float4* others = received_units<C>(shared, plan, slices, warpgroup, w.slice == 0 ? 1 : 0, w.slice);
+  float* tile = shared.result(warpgroup);
+  mbarrier_wait_cluster(shared.sums_full(warpgroup), 0);
+  add_units(tile, thread, share.units, slices, w.slice, staged + share.first * 128 + thread, others + thread);
+  named_barrier_sync(4 + warpgroup, 128);
+  const int column = w.at.feature_tile * C::kFeatures + warpgroup * 64;
+  store_units(p, tile, thread, share.units * 8, share.first * 8, valid, w.at.group, column);
+}
+
+// ---- blocks that are no cluster
+
+// Words that two blocks agree by: what a thread of the block stored before it met the one that tells is seen by all who meet the
 // one that heard.
 __device__ __forceinline__ void tell(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
@@ -81,7 +156,7 @@ __device__ __forceinline__ uint64_t heard(const uint64_t* flag) {
   return value;
 }
 
-// Blocks that are no cluster, through global memory. The blocks of a tile wait for each other: they follow one another, and
+// Sums that lie in `tile()`, through global memory. The blocks of a tile wait for each other: they follow one another, and
 // GPUs begin blocks in order, so a call has at most one tile of which some blocks run and others do not yet; and all blocks of
 // the kernel fit the device. A flag is the call's nonce once the rows are there; the block that waited for it takes it away, so
 // that a replay of the call begins without. Whatever else was in the workspace is no call's nonce.
@@ -89,7 +164,7 @@ template <typename C>
 __device__ __forceinline__ void store_near(const FewShared<C>& shared, const Problem& p, const FewPlan& plan, const FewWork& w,
                                            int id, int valid) {
   constexpr int kLanes = C::kFeatures / 4;
-  const int slices = p.slices, first = plan.row[w.slice], stop = plan.row[w.slice + 1];
+  const int slices = p.slices, first = plan.part[w.slice], stop = plan.part[w.slice + 1];
   float* partial = p.partial + static_cast<int64_t>(w.tile) * slices * (C::T * C::kFeatures);
 #pragma unroll 4
   for (int row = id / kLanes; row < C::T; row += C::kConsumers / kLanes) {

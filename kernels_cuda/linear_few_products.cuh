@@ -94,10 +94,21 @@ struct FewConsumer {
     wgmma_hold(sums);
   }
 
-  // The sums without their factors, to a tile [activation row][column] of a pitch.
+  // Takes the operands' factors from the sums: 4 j and 4 j + 2 are of row 8 j + thread % 4 * 2, the others of the row after it.
+  __device__ __forceinline__ void undo_factors(float (&sums)[C::T / 2], float weight_undo) const {
+#pragma unroll
+    for (int j = 0; j < C::kUnits; ++j) {
+      const float2 undo = *reinterpret_cast<const float2*>(shared.undo() + j * 8 + thread % 4 * 2);
+      const float first = undo.x * weight_undo, second = undo.y * weight_undo;
+      sums[4 * j] *= first, sums[4 * j + 1] *= second, sums[4 * j + 2] *= first, sums[4 * j + 3] *= second;
+    }
+  }
+
+  // The sums without their factors, to a tile [activation row][column] of a pitch. A row's factors are read where it is stored:
+  // all of them beforehand took longer.
   __device__ __forceinline__ void stage(float* tile, int pitch, const float (&sums)[C::T / 2], float weight_undo) const {
 #pragma unroll
-    for (int j = 0; j < C::T / 8; ++j) {
+    for (int j = 0; j < C::kUnits; ++j) {
       const int row = j * 8 + thread % 4 * 2;
       const float2 undo = *reinterpret_cast<const float2*>(shared.undo() + row);
       float* at = tile + row * pitch + warpgroup * 64 + lane_row;

@@ -92,7 +92,8 @@ struct FewScales {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {  // before it is known which rows are valid
       const int row = id / 32 + i * kWarps;
-      asked.rows[i] = scale_word(from + row * p.x_scale_stride, column, columns, words, row < min(C::T, p.rows) && lane < w.steps);
+      const bool inside = row < min(C::T, p.rows) && lane < w.steps;
+      asked.rows[i] = scale_word(from + row * p.x_scale_stride, column, columns, words, inside);
     }
     asked.valid = valid_rows(p);
     return asked;

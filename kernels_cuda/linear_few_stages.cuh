@@ -11,8 +11,24 @@ namespace di::linear {
 struct FewPlan {
   uint64_t* flags;  // kNear: [tiles][to slice][from slice] in the workspace
   uint64_t nonce;   // of this call
-  uint16_t step[kMostSlices + 1], row[kMostSlices + 1];  // where a slice begins, and the rows of a tile that its block adds
+  uint16_t step[kMostSlices + 1];  // where a slice begins
+  uint16_t part[kMostSlices + 1];  // first of the rows of a tile that its block adds; kJoined: of the units
 };
+
+// Sums that meet in a cluster (linear_few_meet.cuh): a unit is eight rows by 64 columns; results lie as rows of a pitch in words.
+constexpr int kUnitBytes = 2048, kHalfPitch = 68;
+
+// The most units that a block of two warpgroups gets from others, of `units` a warpgroup.
+constexpr int most_received(int units) {
+  int most = 0;
+  for (int slices = 2; slices <= kMostSlices; ++slices)
+    for (int i = 0; i < slices; ++i) {
+      const int other = slices - 1 - i, even = units * (i + 1) / slices - units * i / slices;
+      const int odd = units * (other + 1) / slices - units * other / slices;
+      if ((slices - 1) * (even + odd) > most) most = (slices - 1) * (even + odd);
+    }
+  return most;
+}
 
 // What a block needs at its end, in shared memory: parameters are fetched from memory where they are used first.
 struct FewCall {
@@ -23,27 +39,29 @@ struct FewCall {
 // G: warpgroups that multiply, 64 weight rows each. Slices meet as in linear_stages.cuh, or kNear (linear_few_meet.cuh).
 template <int T_, int G_, Slices kSlices_>
 struct FewConfig {
-  static constexpr int T = T_, G = G_, kFeatures = 64 * G;
+  static constexpr int T = T_, G = G_, kFeatures = 64 * G, kUnits = T / 8;
   static constexpr Slices kSlices = kSlices_;
   static constexpr int kConsumers = 128 * G, kExpanders = G == 2 && T > 16 ? 256 : 128, kThreads = kConsumers + kExpanders + 128;
   static constexpr bool kUneven = T == 64;  // warpgroups have as many registers as their work needs
   static constexpr int kConsumerRegisters = G == 2 ? 128 : 96, kExpanderRegisters = 72, kCopierRegisters = 24;
-  static constexpr int kRowStages = G == 4 && T == 64 ? 3 : 4, kRawStages = T < 64 ? 8 : kRowStages;
+  static constexpr int kRowStages = G == 4 && T == 64 ? 3 : 4, kRawStages = T < 64 ? 8 : G == 4 ? 5 : 4;
   static constexpr int kWeightStages = G == 2 ? (T == 64 && kSlices == kJoined ? 5 : T == 64 ? 6 : 8) : 4;
-  static constexpr int kEarlySteps = G == 4 ? 1 : T == 64 ? 3 : 4;  // whose weights are copied before the rows are there
+  static constexpr int kEarlySteps = G == 4 ? 2 : T == 64 ? 3 : 4;  // whose weights are copied before the rows are there
   static constexpr bool kScalesAlone = T == 64 && G == 2;  // no more weights until the scales are there
   static constexpr int kRowStage = T * 256, kRawStage = T * kChunk, kWeightStage = kFeatures * kChunk;
   static constexpr int kParts = T / 16;  // warps that expand a step of rows: 32 rows of a sub-tile each, or 16 of both
   static constexpr int kPitch = kFeatures + 4;
-  static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 2;
+  static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 1 + G;
   static constexpr int kRaw = kRowStages * kRowStage, kWeights = kRaw + kRawStages * kRawStage;
-  static constexpr int kReceived = kWeights + kWeightStages * kWeightStage;  // the sums of all slices of some rows
-  static constexpr int kScales = kReceived + (kSlices == kJoined ? (T + 8) * kPitch * 4 : 0);
+  static constexpr int kReceived = kWeights + kWeightStages * kWeightStage;  // other slices' sums of this block's units
+  static constexpr int kScales = kReceived + (kSlices == kJoined ? most_received(kUnits) * kUnitBytes : 0);
+  static constexpr int kResults = G * kUnits * kUnitBytes, kResult = (kUnits + 1) / 2 * 8 * kHalfPitch * 4;  // in the stages
   static constexpr int kUndo = kScales + T * kScalePitch * 4;
   static constexpr int kBarrierPlace = (kUndo + T * 4 + 7) / 8 * 8;
   static constexpr int kCall = kBarrierPlace + (kBarriers + 1) / 2 * 16;
   static constexpr int kShared = kCall + sizeof(FewCall);
   static_assert(kShared <= 232448 && T * kPitch * 4 <= kReceived && kRaw % 1024 == 0 && kWeights % 1024 == 0);
+  static_assert(kSlices != kJoined || kResults + G * kResult <= kReceived);
 };
 
 // What a block does: a tile and the steps of a slice.
@@ -67,7 +85,8 @@ struct FewShared {
   __device__ uint8_t* raw(int stage) const { return base + C::kRaw + stage * C::kRawStage; }
   __device__ uint8_t* weights(int stage) const { return base + C::kWeights + stage * C::kWeightStage; }
   __device__ float* tile() const { return reinterpret_cast<float*>(base); }
-  __device__ float* received() const { return reinterpret_cast<float*>(base + C::kReceived); }
+  __device__ float4* received() const { return reinterpret_cast<float4*>(base + C::kReceived); }
+  __device__ float* result(int warpgroup) const { return reinterpret_cast<float*>(base + C::kResults + warpgroup * C::kResult); }
   __device__ uint32_t* scales() const { return reinterpret_cast<uint32_t*>(base + C::kScales); }
   __device__ float* undo() const { return reinterpret_cast<float*>(base + C::kUndo); }
   __device__ FewCall& call() const { return *reinterpret_cast<FewCall*>(base + C::kCall); }
@@ -78,12 +97,12 @@ struct FewShared {
   __device__ uint64_t* raw_empty(int stage) const { return raw_full(stage) + C::kRawStages; }
   __device__ uint64_t* weights_full(int stage) const { return barrier(2 * (C::kRowStages + C::kRawStages) + stage); }
   __device__ uint64_t* weights_empty(int stage) const { return weights_full(stage) + C::kWeightStages; }
-  __device__ uint64_t* sums_full() const { return barrier(C::kBarriers - 1); }
-  __device__ uint64_t* scales_known() const { return barrier(C::kBarriers - 2); }
+  __device__ uint64_t* scales_known() const { return barrier(C::kBarriers - 1); }
+  __device__ uint64_t* sums_full(int warpgroup) const { return barrier(C::kBarriers - 2 - warpgroup); }
 };
 
-// Those that no copy completes on before the block has met. A thread that has asked for scales must not do it: the fence before an
-// mbarrier is made waits for its loads.
+// Those that no copy completes on before the block has met. A thread that has asked for scales must not do it: the fence before
+// an mbarrier is made waits for its loads.
 template <typename C>
 __device__ __forceinline__ void init_few_barriers(const FewShared<C>& shared) {
 #pragma unroll
@@ -95,7 +114,8 @@ __device__ __forceinline__ void init_few_barriers(const FewShared<C>& shared) {
   for (int i = 0; i < C::kRawStages; ++i) mbarrier_init(shared.raw_empty(i), C::kParts);
 #pragma unroll
   for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_empty(i), C::kConsumers / 32);
-  mbarrier_init(shared.sums_full(), 1);
+#pragma unroll
+  for (int i = 0; i < C::G; ++i) mbarrier_init(shared.sums_full(i), 1);
   mbarrier_init(shared.scales_known(), 1);
   fence_mbarrier_init();
 }
