@@ -36,6 +36,7 @@ DI_EXPORT int di_draft_attention(const di_tensor* t, int n, const di_params* p, 
   a.window = data<uint8_t>(t[WINDOW]), a.window_pitch = t[WINDOW].stride[0];
   a.window_base = data<int>(t[BASE]), a.window_origin = data<int>(t[ORIGIN]), a.window_modulo = data<int>(t[MODULO]);
   a.compressed = data<uint8_t>(t[DRAFT_KV]), a.block_pitch = t[DRAFT_KV].stride[0];
+  a.requests = static_cast<int>(t[BASE].shape[0]);
   a.block = a.chosen = static_cast<int>(p->i[BLOCK]);
   a.positions = data<int>(t[ANCHOR]), a.sink = data<float>(t[SINK]);
   a.count = present(t[COUNT]) ? data<int>(t[COUNT]) : nullptr;

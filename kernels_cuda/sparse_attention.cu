@@ -59,6 +59,7 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   if (selects) {
     a.compressed = data<uint8_t>(t[COMPRESSED]), a.block_pitch = t[COMPRESSED].stride[0];
     a.block_table = data<int>(t[TABLE]), a.table_pitch = t[TABLE].stride[0];
+    a.table_blocks = static_cast<int>(t[TABLE].shape[1]);
     a.rows = data<int>(t[ROWS]), a.rows_pitch = t[ROWS].stride[0], a.chosen = static_cast<int>(t[ROWS].shape[1]);
   }
   a.row_to_req = data<int>(t[REQUEST]), a.positions = data<int>(t[POSITIONS]), a.sink = data<float>(t[SINK]);
@@ -66,7 +67,7 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   a.out_row = t[OUT].stride[0], a.out_head = t[OUT].stride[1];
   a.heads = static_cast<int>(t[Q].shape[1]), a.block_rows = static_cast<int>(p->i[BLOCK_ROWS]);
   a.window_tokens = static_cast<int>(p->i[WINDOW_TOKENS]), a.scale = static_cast<float>(p->d[0]);
-  a.tokens = static_cast<int>(t[Q].shape[0]), a.block = 1;
+  a.tokens = static_cast<int>(t[Q].shape[0]), a.requests = static_cast<int>(t[BASE].shape[0]), a.block = 1;
   if (p->i[WINDOW_FORMAT] == DI_ROW_BF16) return launch_flat(a, t[Q], t[OUT], static_cast<cudaStream_t>(stream), e);
   const bool fp4 = selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16;
   return (fp4 ? launch<true, false> : launch<false, false>)(a, t[Q], t[OUT], static_cast<cudaStream_t>(stream), e, "sparse_attention");

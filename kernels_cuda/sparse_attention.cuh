@@ -318,6 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_rows(const __grid_constant
     prefetch_tensor_map(&query);
   }
   start_dependents();
+  if (threadIdx.x >= kThreads - 256) foresee<drafts>(a, blockIdx.x, threadIdx.x - (kThreads - 256));
   wait_for_producer();
   __syncthreads();
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;

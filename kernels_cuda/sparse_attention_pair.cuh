@@ -348,6 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncwarp();
   cluster_arrive_relaxed();
   start_dependents();
+  if (threadIdx.x < 256) foresee<drafts>(a, blockIdx.x / 2, threadIdx.x);
   wait_for_producer();
   cluster_wait();  // The other block's barriers are there.
   const int t = blockIdx.x / 2;

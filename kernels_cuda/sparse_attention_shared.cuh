@@ -23,7 +23,7 @@ struct Arguments {
   int64_t out_row, out_head;          // Elements.
   int64_t window_pitch, block_pitch;  // Bytes.
   int64_t table_pitch, rows_pitch;    // Elements.
-  int tokens, heads, chosen, block_rows, window_tokens;
+  int tokens, requests, heads, chosen, block_rows, table_blocks, window_tokens;
   int block;  // Query rows of what `count` counts: one, or a request's draft block.
   float scale;
 };
@@ -75,6 +75,22 @@ __device__ __forceinline__ int take_keys(Shared& s, int index) {
   const int keys = s.keys_of[slot];
   mbarrier_arrive(&s.unlisted[slot]);
   return keys;
+}
+
+// Asks L2 for what listing row t reads first, by 256 threads, before the kernel that comes before has ended. The row's request is
+// guessed, as if all had as many rows.
+template <bool drafts>
+__device__ __forceinline__ void foresee(const Arguments& a, int t, int thread) {
+  const int request = drafts ? t / a.block : static_cast<int>(static_cast<int64_t>(t) * a.requests / a.tokens);
+  if (request >= a.requests) return;
+  if (thread == 0) {
+    prefetch_line_l2(a.positions + (drafts ? request : t)), prefetch_line_l2(a.window_modulo + request);
+    prefetch_line_l2(a.window_origin + request), prefetch_line_l2(a.window_base + request);
+    if (!drafts) prefetch_line_l2(a.row_to_req + t);
+  }
+  const int chosen = drafts ? 0 : a.chosen, blocks = chosen > 0 ? a.table_blocks : 0;
+  for (int i = 32 * thread; i < chosen; i += 32 * 256) prefetch_line_l2(a.rows + t * a.rows_pitch + i);
+  for (int i = 32 * thread; i < blocks; i += 32 * 256) prefetch_line_l2(a.block_table + request * a.table_pitch + i);
 }
 
 // The output of a row without keys, by the two value groups; `thread` counts theirs.
