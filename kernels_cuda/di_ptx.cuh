@@ -232,20 +232,6 @@ __device__ __forceinline__ void tensor_copy3_hint(void* to, const CUtensorMap* m
       : "memory");
 }
 
-// One box of a map of four dimensions, with an L2 policy.
-__device__ __forceinline__ void tensor_copy4_hint(void* to, const CUtensorMap* map, int column, int row, int plane, int part,
-                                                  uint64_t* barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], "
-      "%7;" ::"r"(shared_address(to)), "l"(map), "r"(column), "r"(row), "r"(plane), "r"(part), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void tensor_store4(const CUtensorMap* map, const void* from, int column, int row, int plane, int part,
-                                              uint64_t policy) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2, %3, %4}], [%5], %6;" ::"l"(map),
-               "r"(column), "r"(row), "r"(plane), "r"(part), "r"(shared_address(from)), "l"(policy) : "memory");
-}
-
 // One box of such a map from shared memory, with an L2 policy; the thread that stored may wait until the bytes were read.
 __device__ __forceinline__ void tensor_store3(const CUtensorMap* map, const void* from, int column, int row, int plane, uint64_t policy) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], [%4], %5;" ::"l"(map), "r"(column),

@@ -53,7 +53,7 @@ __global__ void __maxnreg__(kTakerRegisters) take_kernel(const Site site) {
   const int last = valid_rows(count, rows);
   if (first >= last) return;
   if (warp < warps) {
-    Kept kept[1];
+    Kept kept;
     Read low, high;
     uint2* const ahead = reinterpret_cast<uint2*>(sums[warp]) + lane;  // the sums come later
     read_first<kPost>(low, at, last, hidden);
@@ -61,13 +61,13 @@ __global__ void __maxnreg__(kTakerRegisters) take_kernel(const Site site) {
     keep_loads_ahead(last);  // the projection may still be on its way, and so are the rows while it is cut
     put_projection(projection, fn);
     read_mix<kPost>(high, at, 1, last);
-    take_row<kPost>(low, at, 0, last, hidden, kept[0]);
+    take_row<kPost>(low, at, 0, last, hidden, kept);
     read_second<kPost>(high, ahead);
-    take_row<kPost>(high, at, 1, last, hidden, kept[0]);
-    float d[1][2][2][4] = {};
-    project_tiles(projection, kept, d);
+    take_row<kPost>(high, at, 1, last, hidden, kept);
+    float d[2][2][4] = {};
+    project(projection, kept.made, d);
     __syncwarp();  // what was on its way has been read
-    leave_sums(sums[warp], d[0], at, kept[0]);
+    leave_sums(sums[warp], d, at, kept);
   }
   __syncthreads();
   float sum[kTurns] = {};
@@ -86,18 +86,21 @@ void launch_rows(const Site& site, int blocks, cudaStream_t stream) {
   const int rows = site.end_row - site.first_row;
   const int finishers = std::min(static_cast<int>(round_up(site.hidden / kEach, 32)), kFinishers);
   const int parts = static_cast<int>(ceil_div(site.hidden, kEach * finishers));
-  const int64_t norming = kNormed ? static_cast<int64_t>(rows) * parts : 0, tiles = ceil_div(rows, kRows);
-  const int64_t most_tiles = std::max(1, multiprocessors() / blocks);  // at a time
-  const auto grid_of = [&](int64_t mixing) { return dim3(static_cast<unsigned>(mixing + norming)); };
+  const int64_t tiles = ceil_div(rows, kRows), most_tiles = std::max(1, multiprocessors() / blocks);  // at a time
+  const auto grid_of = [&](int64_t mixing, int64_t norming) {
+    return dim3(static_cast<unsigned>(mixing + (kNormed ? norming * parts : 0)));
+  };
   Maps maps;
   if (tiles > most_tiles && make_maps(&maps, site)) {
     const dim3 grid(blocks, static_cast<unsigned>(most_tiles));
     launch_early(take_many_kernel<kPost>, grid, kManyThreads, sizeof(ManyRoom), stream, site, maps);
-    launch_early(finish_many_kernel<kNormed>, grid_of(ceil_div(rows, 32)), finishers, 0, stream, site, blocks, rows, parts);
+    const dim3 finishing = grid_of(ceil_div(rows, 32), ceil_div(rows, kNormedTogether));
+    launch_early(finish_many_kernel<kNormed>, finishing, finishers, 0, stream, site, blocks, rows, parts);
   } else {
     launch_early(take_kernel<kPost>, dim3(blocks, static_cast<unsigned>(tiles)), kThreads, kRoom, stream, site);
     const int each = 2 * rows <= multiprocessors() ? 1 : finishers / 32;
-    launch_early(finish_kernel<kNormed>, grid_of(ceil_div(rows, each)), finishers, 0, stream, site, blocks, rows, each, parts);
+    const dim3 finishing = grid_of(ceil_div(rows, each), rows);
+    launch_early(finish_kernel<kNormed>, finishing, finishers, 0, stream, site, blocks, rows, each, parts);
   }
 }
 

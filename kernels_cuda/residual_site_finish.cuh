@@ -8,7 +8,7 @@ namespace di {
 namespace {
 
 constexpr int kEach = 16, kFours = kEach / 4, kFinishers = 320;  // kEach: columns of a thread
-constexpr int kFinisherRegisters = 64, kManyFinisherRegisters = 48;
+constexpr int kFinisherRegisters = 64, kNormedTogether = 2;
 
 // What a lane of the warp that makes a row's coefficients reads and writes besides sums: lane l has mix l.
 struct Mix {
@@ -112,8 +112,9 @@ __device__ __forceinline__ void norm_columns(const Site& site, const uint4 (&hal
   if (inside) store_sixteen<true>(site.codes + at, site.scales + at / kGroup, sixteen_codes(normed[0], normed[1], scale), scale);
 }
 
-// A block norms its part, `parts` a row, of row `row` of this launch.
-__device__ __forceinline__ void norm_row(const Site& site, int row, int part, int blocks) {
+// A block norms its part, `parts` a row, of `kTogether` rows of this launch from `row` on, whose last is before `rows`.
+template <int kTogether>
+__device__ __forceinline__ void norm_rows(const Site& site, int row, int rows, int part, int blocks) {
   const int lane = threadIdx.x % 32, hidden = site.hidden, column = (part * blockDim.x + threadIdx.x) * kEach;
   const bool inside = column < hidden;
   float weight[kFours][4] = {};
@@ -123,15 +124,26 @@ __device__ __forceinline__ void norm_row(const Site& site, int row, int part, in
   const uint4* mixed = settled(reinterpret_cast<const uint4*>(site.out + at));
   const int *count = site.count, all = site.rows;
   wait_for_producer_with(norms, mixed, count, all, hidden, blocks, site.codes, site.scales);
-  if (of_all >= valid_rows(count, all)) return;
-  uint4 half[2] = {};
-  if (inside) half[0] = mixed[0], half[1] = mixed[1];
-  float total = 0.0f;
-#pragma unroll 1
-  for (int i = lane; i < blocks; i += 32, norms += 32) total += *norms;
+  const int left = static_cast<int>(min(static_cast<int64_t>(rows - row), valid_rows(count, all) - of_all));
+  if (left <= 0) return;
+  uint4 half[kTogether][2] = {};
+  float total[kTogether] = {};
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-  norm_columns(site, half, weight, total, at, inside);
+  for (int r = 0; r < kTogether; ++r) {
+    const uint4* from = mixed + r * hidden / 8;
+    if (inside && r < left) half[r][0] = from[0], half[r][1] = from[1];
+  }
+#pragma unroll
+  for (int r = 0; r < kTogether; ++r) {
+#pragma unroll 1
+    for (int i = lane; i < blocks; i += 32) total[r] += r < left ? norms[r * blocks + i - lane] : 0.0f;
+  }
+#pragma unroll
+  for (int r = 0; r < kTogether; ++r) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) total[r] += __shfl_xor_sync(~0u, total[r], step);
+    norm_columns(site, half[r], weight, total[r], at + r * hidden, inside && r < left);
+  }
 }
 
 // The first blocks norm, `parts` of them a row; the others make coefficients, a warp a row, `each` rows a block. Few rows have a
@@ -152,19 +164,21 @@ __global__ void __maxnreg__(kFinisherRegisters) finish_kernel(const Site site, i
     wait_for_producer_with(sums, count, all, blocks, mix.to, mix.comb, __float_as_int(mix.eps), mix.iterations);
     if (of_all < valid_rows(count, all)) finish_row(site, mix, sums, blocks, lane);
   } else if constexpr (kNormed) {
-    norm_row(site, block / parts, block % parts, blocks);
+    norm_rows<1>(site, block / parts, rows, block % parts, blocks);
   }
 }
 
-// The same for many rows: blocks for the coefficients of 32 rows each come first, and in those a thread has a row's Sinkhorn.
+// The same for many rows: blocks for the coefficients of 32 rows each come first, and in those a thread has a row's Sinkhorn. The
+// others norm two rows each, so that more bytes are on their way.
 template <bool kNormed>
-__global__ void __maxnreg__(kManyFinisherRegisters) finish_many_kernel(const Site site, int blocks, int rows, int parts) {
+__global__ void __maxnreg__(kFinisherRegisters) finish_many_kernel(const Site site, int blocks, int rows, int parts) {
   __shared__ float shares[32][17];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, solving = (rows + 31) / 32;
   start_dependents();
   if (blockIdx.x >= solving) {
-    const int block = blockIdx.x - solving;  // the last rows first: they are still in the L2 cache
-    if constexpr (kNormed) norm_row(site, rows - 1 - block / parts, block % parts, blocks);
+    const int block = blockIdx.x - solving, all = (rows + kNormedTogether - 1) / kNormedTogether;
+    const int row = (all - 1 - block / parts) * kNormedTogether;  // the last rows first: they are still in the L2 cache
+    if constexpr (kNormed) norm_rows<kNormedTogether>(site, row, rows, block % parts, blocks);
     return;
   }
   wait_for_producer();

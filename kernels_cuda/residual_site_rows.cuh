@@ -106,10 +106,9 @@ __device__ __forceinline__ void take_row(const Read& read, const Place& at, int 
   if (at.row + 8 * half < last) store_row<kPost>(at, half, hidden, kept, make_row<kPost>(read, half, kept));
 }
 
-// A warp's share of the 24 projections of tiles of 16 rows, over its 16 columns of every stream.
-// d: [tile][mixes 0..15 or 16..23][rows 0..7 or 8..15], as mma.sync holds them; of mixes 16..23 both halves of d[1] make a sum.
-template <int tiles>
-__device__ __forceinline__ void project_tiles(const Projection& from, const Kept (&kept)[tiles], float (&d)[tiles][2][2][4]) {
+// A warp's share of the 24 projections of 16 rows, over its 16 columns of every stream.
+// d: [mixes 0..15 or 16..23][rows 0..7 or 8..15], as mma.sync holds them; of mixes 16..23 both halves of d[1] make a sum.
+__device__ __forceinline__ void project(const Projection& from, const uint2 (&made)[2][kStreams], float (&d)[2][2][4]) {
 #pragma unroll
   for (int stream = 0; stream < kStreams; ++stream) {
 #pragma unroll
@@ -122,14 +121,12 @@ __device__ __forceinline__ void project_tiles(const Projection& from, const Kept
         a = {two.x, 0, two.y, 0};
       }
 #pragma unroll
-      for (int tile = 0; tile < tiles; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) multiply(d[tile][i / 3][half], a, kept[tile].made[half][stream]);
+      for (int half = 0; half < 2; ++half) multiply(d[i / 3][half], a, made[half][stream]);
     }
   }
 }
 
-// A warp's projections (`d` of project_tiles) and squares, into its part of shared memory.
+// A warp's projections (`d` of project) and squares, into its part of shared memory.
 __device__ __forceinline__ void leave_sums(float (&sums)[kSums][kPitch], const float (&d)[2][2][4], const Place& at,
                                            const Kept& kept) {
 #pragma unroll

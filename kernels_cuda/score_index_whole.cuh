@@ -9,7 +9,7 @@
 
 namespace di {
 
-constexpr int kWholeThreads = 128;
+constexpr int kWholeThreads = 128, kAtOnce = 8;  // kAtOnce: candidates of a lane on their way
 constexpr int64_t kWorthParting = 1 << 22;  // columns of all rows from which two more launches are a small part
 
 // A warp a row: its request goes to `whole` or to `chosen`, and -1, which leaves a row alone, to the other.
@@ -22,13 +22,18 @@ __global__ void __launch_bounds__(kWholeThreads)
   const int32_t *candidates = c.candidates + row * c.candidates_stride, request = c.row_to_req[row];
   const int blocks = c.columns / c.candidate_block, seen = c.visible[row];
   bool plain = true;
-#pragma unroll 4
-  for (int i = lane; i < blocks; i += 32) {
-    const int block = candidates[i];
-    const bool holds = block >= 0 && static_cast<int64_t>(block) * c.candidate_block < seen;  // a visible key
-    plain = plain && (i * c.candidate_block < seen ? block == i : !holds);
+  for (int from = 0; plain && from < blocks; from += 32 * kAtOnce) {
+    int chosen_here[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) chosen_here[i] = from + 32 * i + lane < blocks ? candidates[from + 32 * i + lane] : -1;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int place = from + 32 * i + lane, block = chosen_here[i];
+      const bool holds = block >= 0 && static_cast<int64_t>(block) * c.candidate_block < seen;  // a visible key
+      plain = plain && (place < blocks && place * c.candidate_block < seen ? block == place : !holds);
+    }
+    plain = __all_sync(0xFFFFFFFFu, plain);
   }
-  plain = __all_sync(0xFFFFFFFFu, plain);
   if (lane == 0) whole[row] = plain ? request : -1, chosen[row] = plain ? -1 : request;
 }
 
