@@ -180,6 +180,14 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32_t 
   asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// The same in steps: a store of the thread's next group; the group is complete; all groups have been read; all are there.
+__device__ __forceinline__ void bulk_store_begin(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // As bulk_copy, with an L2 policy (evict_first_policy: bytes that nobody reads again).
 __device__ __forceinline__ void bulk_copy_hint(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
   asm volatile(

@@ -15,6 +15,7 @@ using Rows128 = Config<128, kOne, 6, 6>;
 using Rows160 = Config<160, kOne, 6, 4>;
 using Rows256 = Config<256, kOne, 4, 4>;
 using InTurn160 = Config<160, kInTurn, 6, 4>;
+using Ahead256 = Config<256, kAside, 4, 4, kAhead>;
 using Apart128 = Config<128, kApart, 6, 8>;
 using Apart256 = Config<256, kApart, 4, 6>;
 using Joined128 = Config<128, kJoined, 6, 8>;
@@ -68,7 +69,7 @@ int launch(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaSt
     launch_clusters(linear_kernel<C>, grid_of(blocks), C::kThreads, C::kShared, stream, cluster, false, map, row_map, p);
   } else {
     const int64_t parts = tiles * p.chunks() * (C::T / expanded_rows(C::T));
-    expand_rows<C::T><<<static_cast<unsigned>(parts), kExpanders, 0, stream>>>(p);
+    if (!C::kAhead || p.first == 0) expand_rows<C::T><<<static_cast<unsigned>(parts), kExpanders, 0, stream>>>(p);
     launch_clusters(linear_kernel<C>, grid_of(blocks), C::kThreads, C::kShared, stream, cluster, true, map, row_map, p);
   }
   if constexpr (C::kSlices == kApart)
@@ -81,21 +82,73 @@ constexpr int64_t kCachedBytes = 48 << 20;
 
 int output_bytes(const Problem& p) { return p.output == kFp8 ? 1 : p.output == kF32 ? 4 : 2; }
 
+// Rows `first` and on of a call, at most `part`.
+Problem part_of(const Problem& p, int64_t first, int64_t part) {
+  Problem q = p;
+  q.first = static_cast<int>(first), q.rows = static_cast<int>(p.rows - first < part ? p.rows - first : part);
+  q.x += first * p.x_stride, q.x_scale += first * p.x_scale_stride;
+  q.out = static_cast<uint8_t*>(p.out) + first * p.out_stride * output_bytes(p);
+  if (p.output == kFp8) q.out_scale += first * p.out_scale_stride;
+  return q;
+}
+
+int64_t tile_bytes(const Problem& p, int tile_rows) { return static_cast<int64_t>(p.groups) * p.chunks() * tile_rows * 256; }
+
 // Goes through the rows in as many parts as the room for expanded rows asks for, all about equal.
 template <typename C>
 int start(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
-  const int64_t tiles = ceil_div(p.rows, C::T), tile_bytes = static_cast<int64_t>(p.groups) * p.chunks() * C::T * 256;
-  const int64_t most = room < kCachedBytes ? room : kCachedBytes, fit = most / tile_bytes;
+  const int64_t tiles = ceil_div(p.rows, C::T), most = room < kCachedBytes ? room : kCachedBytes, fit = most / tile_bytes(p, C::T);
   if (fit < 1)
-    return refuse(e, DI_UNSUPPORTED, "linear: %d rows need %lld bytes of workspace, got %lld", C::T, static_cast<long long>(tile_bytes),
-                  static_cast<long long>(most));
-  const int64_t part = ceil_div(tiles, ceil_div(tiles, fit)) * C::T, size = output_bytes(p);
+    return refuse(e, DI_UNSUPPORTED, "linear: %d rows need %lld bytes of workspace, got %lld", C::T,
+                  static_cast<long long>(tile_bytes(p, C::T)), static_cast<long long>(most));
+  const int64_t part = ceil_div(tiles, ceil_div(tiles, fit)) * C::T;
   for (int64_t first = 0; first < p.rows; first += part) {
-    Problem q = p;
-    q.first = static_cast<int>(first), q.rows = static_cast<int>(p.rows - first < part ? p.rows - first : part);
-    q.x += first * p.x_stride, q.x_scale += first * p.x_scale_stride;
-    q.out = static_cast<uint8_t*>(p.out) + first * p.out_stride * size;
-    if (p.output == kFp8) q.out_scale += first * p.out_scale_stride;
+    const int status = launch<C>(part_of(p, first, part), map, map, stream, e);
+    if (status != DI_OK) return status;
+  }
+  return DI_OK;
+}
+
+// Row tiles of a part, at most `fit`: the fewest with which the parts together take the least rounds of blocks.
+template <typename C>
+int64_t even_part(const Problem& p, int64_t fit) {
+  const int64_t tiles = ceil_div(p.rows, C::T), columns = static_cast<int64_t>(p.groups) * p.feature_tiles();
+  const auto rounds = [&](int64_t row_tiles) { return ceil_div(row_tiles * columns, multiprocessors()); };
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t part = 1; part <= fit && part <= tiles; ++part) {
+    const int64_t all = tiles / part * rounds(part) + rounds(tiles % part);
+    if (all < least) least = all, best = part;
+  }
+  return best;
+}
+
+// Row tiles that a part may have where there is room for two parts and for the sums that are put aside.
+template <typename C>
+int64_t ahead_tiles(const Problem& p, int64_t room) {
+  const int64_t left = room - static_cast<int64_t>(multiprocessors()) * C::T * kTileFeatures * 4;
+  return left < 0 ? 0 : left / (2 * tile_bytes(p, C::T));
+}
+
+// Row tiles of a part where parts are expanded ahead: two rounds of blocks or so. A part ends with multiprocessors that wait, and
+// nothing hides the expansion of the first. 0 where there is no room.
+template <typename C>
+int64_t ahead_part(const Problem& p, int64_t room) {
+  const int64_t fit = ahead_tiles<C>(p, room), even = even_part<C>(p, fit);
+  return fit < 1 ? 0 : 2 * even <= fit ? 2 * even : even;
+}
+
+// Goes through the rows in parts, of which the next is expanded while one is multiplied.
+template <typename C>
+int start_ahead(Problem p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
+  const int64_t tiles = ahead_part<C>(p, room), part = tiles * C::T, bytes = tiles * tile_bytes(p, C::T);
+  uint8_t* const rooms[2] = {p.expanded, p.expanded + bytes};
+  p.partial = reinterpret_cast<float*>(p.expanded + 2 * bytes);
+  int here = 0;
+  for (int64_t first = 0; first < p.rows; first += part, here = 1 - here) {
+    Problem q = part_of(p, first, part);
+    q.expanded = rooms[here], q.next_expanded = rooms[1 - here];
+    if (first + part < p.rows) q.next_rows = part_of(p, first + part, part).rows;
+    q.next_row_tiles = static_cast<int>(ceil_div(q.next_rows, C::T));
     const int status = launch<C>(q, map, map, stream, e);
     if (status != DI_OK) return status;
   }
@@ -116,6 +169,14 @@ int64_t cost(const Problem& p) {
   return ceil_div(tiles * slices, multiprocessors()) * (C::kCost * static_cast<int64_t>(p.k) / slices) + sums * 5;
 }
 
+// Whether the rows are so many, three parts and more, that it pays to expand them ahead. Two slices: each more is another time that
+// sums go to the workspace and back.
+template <typename C>
+bool goes_ahead(const Problem& p, int64_t room) {
+  const int64_t part = ahead_part<C>(p, room);
+  return p.slices == 2 && part > 0 && ceil_div(p.rows, C::T) > 2 * part && cost<C>(p) < cost<InTurn160>(p);
+}
+
 int choose_slices(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
   const auto fits = [&](int rows) { return expanded_bytes(p, rows) + partial_bytes(p, rows) <= room; };
   if (p.rows <= 128 && fits(128))
@@ -123,6 +184,7 @@ int choose_slices(const Problem& p, const CUtensorMap& map, int64_t room, cudaSt
   const int64_t in_turn = cost<InTurn160>(p), apart = fits(256) ? cost<Apart256>(p) : INT64_MAX;
   if (fits(256) && (p.rows <= 256 || apart < in_turn))
     return joins<Joined256>(p) ? launch<Joined256>(p, map, map, stream, e) : start_apart<Apart256>(p, map, stream, e);
+  if (goes_ahead<Ahead256>(p, room)) return start_ahead<Ahead256>(p, map, room, stream, e);
   return start<InTurn160>(p, map, room, stream, e);
 }
 

@@ -16,6 +16,7 @@ constexpr int kDenseChunk = 64;     // K of a step of BF16
 constexpr int kConsumers = 256;
 constexpr int kMostSlices = 8;
 constexpr int kMostRawSteps = 32, kScalePitch = kMostRawSteps + 1;  // steps of a slice whose row scales a block keeps; words
+constexpr int kAheadRows = 16, kAheadBytes = kAheadRows * 2 * kChunk;  // what a warp expands at a time (linear_rows.cuh)
 constexpr int kTilePitch = kTileFeatures + 4;  // FP32 sums of a row in the workspace: 4 more than the columns, for the banks' sake
 
 struct Problem {
@@ -34,6 +35,9 @@ struct Problem {
   int chunk;    // K of a step
   int slices;   // parts of K that are summed by themselves, then in order
   int row_tiles;
+  // The part of the call's rows after these, which the product's idle warps expand (linear_rows.cuh). None: no rows.
+  uint8_t* next_expanded;
+  int next_rows, next_row_tiles;
 
   __host__ __device__ int chunks() const { return (k + chunk - 1) / chunk; }
   __host__ __device__ int feature_tiles() const { return (n + kTileFeatures - 1) / kTileFeatures; }
@@ -44,6 +48,10 @@ struct Problem {
 
 __device__ __forceinline__ int valid_rows(const Problem& p) {
   return p.count == nullptr ? p.rows : max(0, min(p.rows, *p.count - p.first));
+}
+
+__device__ __forceinline__ int next_valid_rows(const Problem& p) {
+  return p.count == nullptr ? p.next_rows : max(0, min(p.next_rows, *p.count - p.first - p.rows));
 }
 
 __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {

@@ -8,15 +8,16 @@
 
 namespace di::linear {
 
-// How the slices of K meet: there is one; a block goes through all of them, with a second set of sums; each has its own block,
-// which leaves its sums in the workspace for linear_combine.cuh; or these blocks are a cluster and add in shared memory; or they wait
-// for one another's sums in the workspace (few rows).
-enum Slices : int { kOne, kInTurn, kApart, kJoined, kNear };
+// How the slices of K meet: there is one; a block goes through all of them, with a second set of sums, or puts the sums so far
+// aside, in the workspace; each has its own block, which leaves its sums in the workspace for linear_combine.cuh; or these blocks
+// are a cluster and add in shared memory; or they wait for one another's sums in the workspace (few rows).
+enum Slices : int { kOne, kInTurn, kAside, kApart, kJoined, kNear };
 
 // T: activation rows of a tile. Stages: sub-tiles of rows (an even number), steps of weights.
 // kOperands: what becomes of the rows.
 enum Operands : int {
   kExpanded,  // codes, made BF16 by linear_rows.cuh beforehand
+  kAhead,     // the same; all but a call's first part of them while the part before is multiplied, by idle warps
   kDense      // BF16 on both sides; sub-tiles of rows and of weights are one stage
 };
 
@@ -25,18 +26,20 @@ struct Config {
   static constexpr int T = T_, kRowStages = kRowStages_, kWeightStages = kWeightStages_;
   static constexpr Slices kSlices = kSlices_;
   static constexpr Operands kOperands = kOperands_;
-  static constexpr bool kDense = kOperands == di::linear::kDense;
+  static constexpr bool kDense = kOperands == di::linear::kDense, kAhead = kOperands == di::linear::kAhead;
   static constexpr bool kSplit = kSlices == kApart || kSlices == kJoined;  // a block has one tile and one slice
-  static constexpr int kThreads = kConsumers + 128, kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr int kThreads = kConsumers + 128, kConsumerRegisters = kAhead ? 208 : 240, kProducerRegisters = kAhead ? 88 : 24;
   static constexpr int kGroup = T <= 64 ? 4 : 2;  // k16 steps whose fragments are made and multiplied together
   static constexpr int kCost = (T == 160 && !kDense ? 171 : T) * 128;  // products for a K, with what narrow tiles lose
   static constexpr int kRowStage = T * 128, kWeightStage = kTileFeatures * kChunk;
   // Sums on their way out, a warpgroup's 64 columns: kPart rows of BF16, twice, or 32 rows of FP32; or a whole tile in the stages.
-  static constexpr int kPart = T % 64 == 0 ? 64 : T < 32 ? T : 32, kWidePart = T < 32 ? T : 32, kWidePitch = 68;
-  static constexpr int kStagingHalf = kSplit ? 0 : 16384;
+  static constexpr int kPart = T % 64 == 0 && !kAhead ? 64 : T < 32 ? T : 32, kWidePart = T < 32 ? T : 32, kWidePitch = 68;
+  static constexpr int kStagingHalf = kSplit ? 0 : kAhead ? 9216 : 16384;
+  static constexpr int kAheadWarps = kAhead ? 3 : 0;  // of the producer's warpgroup, which has one thread to do besides
   static constexpr int kStages = kRowStages * kRowStage + kWeightStages * kWeightStage;
-  static constexpr int kShared = kStages + 2 * kStagingHalf + 2 * (kRowStages + kWeightStages) * 8;
-  static_assert(kRowStages % 2 == 0 && kShared <= 232448 && kWidePart * kWidePitch * 4 <= 16384);
+  static constexpr int kBarriers = kStages + 2 * kStagingHalf + kAheadWarps * kAheadBytes;
+  static constexpr int kShared = kBarriers + 2 * (kRowStages + kWeightStages) * 8;
+  static_assert(kRowStages % 2 == 0 && kShared <= 232448 && (kSplit || kWidePart * kWidePitch * 4 <= kStagingHalf));
   static_assert(!kSplit || T * kTilePitch * 4 <= kStages);
 };
 
@@ -46,8 +49,9 @@ struct Shared {
   __device__ uint8_t* rows(int stage) const { return base + stage * C::kRowStage; }
   __device__ uint8_t* weights(int stage) const { return base + C::kRowStages * C::kRowStage + stage * C::kWeightStage; }
   __device__ uint8_t* staging(int warpgroup) const { return base + C::kStages + warpgroup * C::kStagingHalf; }
+  __device__ uint8_t* ahead(int warp) const { return base + C::kStages + 2 * C::kStagingHalf + warp * kAheadBytes; }
   __device__ float* tile() const { return reinterpret_cast<float*>(base); }
-  __device__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(base + C::kStages + 2 * C::kStagingHalf); }
+  __device__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(base + C::kBarriers); }
   __device__ uint64_t* rows_full(int stage) const { return barriers() + stage; }
   __device__ uint64_t* rows_empty(int stage) const { return barriers() + C::kRowStages + stage; }
   __device__ uint64_t* weights_full(int stage) const { return barriers() + 2 * C::kRowStages + stage; }

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "linear_combine.cuh"
+#include "linear_rows.cuh"
 #include "linear_stages.cuh"
 
 namespace di::linear {
@@ -271,6 +272,23 @@ struct Consumer {
     cluster_wait();
   }
 
+  // The sums so far of a tile's slices, while its block goes through them: [fours of a thread's][thread].
+  __device__ __forceinline__ float4* aside() const {
+    return reinterpret_cast<float4*>(p.partial) + static_cast<int64_t>(blockIdx.x) * (C::T * kTileFeatures / 4) + threadIdx.x;
+  }
+  __device__ __forceinline__ void put_aside(const float (&sums)[C::T / 2]) const {
+#pragma unroll
+    for (int i = 0; i < C::T / 8; ++i)
+      __stcg(aside() + i * kConsumers, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+  }
+  __device__ __forceinline__ void add_aside(float (&sums)[C::T / 2]) const {
+#pragma unroll
+    for (int i = 0; i < C::T / 8; ++i) {
+      const float4 four = __ldcg(aside() + i * kConsumers);
+      sums[4 * i] += four.x, sums[4 * i + 1] += four.y, sums[4 * i + 2] += four.z, sums[4 * i + 3] += four.w;
+    }
+  }
+
   // The sums as they are, rows of kTilePitch, into the workspace: of few rows by their threads, of many by the copy engine. Both
   // warpgroups call it, once.
   __device__ __forceinline__ void store_partial(const float (&sums)[C::T / 2], int rows_left) const {
@@ -295,7 +313,7 @@ struct Consumer {
 template <typename C>
 __device__ __forceinline__ void consume(const Shared<C>& shared, const Problem& p, const Work& w, int valid, int id) {
   Consumer<C> consumer(shared, p, id);
-  constexpr bool kInParts = C::kSlices == kInTurn;
+  constexpr bool kInParts = C::kSlices == kInTurn || C::kSlices == kAside;
   const int slices = kInParts ? p.slices : 1;
   const uint8_t* scales = consumer.scale_rows(w, w.first);
   uint32_t upcoming = consumer.first_scales(scales, w.start);
@@ -310,13 +328,17 @@ __device__ __forceinline__ void consume(const Shared<C>& shared, const Problem& 
         if (slice + 1 == slices) scales = consumer.scale_rows(w, unit + w.stride);
         upcoming = consumer.first_scales(scales, slice + 1 == slices ? w.start : stop);
       }
-      if (kInParts && slice > 0) {
+      if (C::kSlices == kInTurn && slice > 0) {
         float sums[C::T / 2];
         consumer.multiply(sums, here, first, start, stop);
 #pragma unroll
         for (int i = 0; i < C::T / 2; ++i) total[i] += sums[i];
       } else {
         consumer.multiply(total, here, first, start, stop);
+      }
+      if constexpr (C::kSlices == kAside) {
+        if (slice > 0) consumer.add_aside(total);
+        if (slice + 1 < slices) consumer.put_aside(total);
       }
     }
     const Place at = w.place(unit);
@@ -354,6 +376,10 @@ linear_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_const
     if (threadIdx.x == kConsumers) {
       if constexpr (C::kDense) produce_dense<C>(shared, &weight_map, &row_map, p, w);
       else produce_codes<C>(shared, &weight_map, p, w);
+    } else if (C::kAhead && threadIdx.x >= kConsumers + 32) {
+      const int warp = threadIdx.x / 32 - kConsumers / 32 - 1;
+      wait_for_predecessor();  // which multiplies the rows that were in the next ones' place
+      expand_ahead<C::T>(p, shared.ahead(warp), blockIdx.x * C::kAheadWarps + warp, gridDim.x * C::kAheadWarps, threadIdx.x % 32);
     }
   }
 }
