@@ -21,7 +21,7 @@ __device__ __forceinline__ float4 add_joined(uint32_t address, int slices) {
   return sum;
 }
 
-// Block (tile, 16 of its rows): a thread has eight columns of a row.
+// Block (tile, kCombineRows of its rows): a thread has eight columns of a row.
 template <int T>
 __global__ void __launch_bounds__(kCombineThreads) combine_slices(const Problem p) {
   const int unit = blockIdx.x / (T / kCombineRows), row = blockIdx.x % (T / kCombineRows) * kCombineRows + threadIdx.x / 16;
