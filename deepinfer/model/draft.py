@@ -162,7 +162,7 @@ class Draft:
         device, requests = gold.device, gold.shape[0]
         raw = torch.empty(views.streams.shape[0], text.hidden_size, dtype=network.numerics.stream_dtype, device=device)
         network.collapse(views.streams, residual.pre, None, raw)
-        raw = raw.view(requests, -1, text.hidden_size)[:, :steps].transpose(0, 1).contiguous()
+        raw = raw.view(requests, text.dspark_block_size, text.hidden_size)[:, :steps].transpose(0, 1).contiguous()
         normed = torch.empty_like(raw)
         network.norm(raw.flatten(0, 1), weights.norm, text.rms_norm_eps, None, normed.flatten(0, 1), None, None)
         base = torch.empty(steps, requests, text.vocab_size, dtype=torch.float32, device=device)
