@@ -169,12 +169,13 @@ int64_t cost(const Problem& p) {
   return ceil_div(tiles * slices, multiprocessors()) * (C::kCost * static_cast<int64_t>(p.k) / slices) + sums * 5;
 }
 
-// Whether the rows are so many, three parts and more, that it pays to expand them ahead. Two slices: each more is another time that
-// sums go to the workspace and back.
+// Whether the rows are so many, three parts and more, that it pays to expand them ahead, and the room so large that a part is more
+// than one round of blocks. Two slices: each more is another time that sums go to the workspace and back.
 template <typename C>
 bool goes_ahead(const Problem& p, int64_t room) {
   const int64_t part = ahead_part<C>(p, room);
-  return p.slices == 2 && part > 0 && ceil_div(p.rows, C::T) > 2 * part && cost<C>(p) < cost<InTurn160>(p);
+  const bool rounds = part * p.feature_tiles() * p.groups > multiprocessors();
+  return p.slices == 2 && rounds && ceil_div(p.rows, C::T) > 2 * part && cost<C>(p) < cost<InTurn160>(p);
 }
 
 int choose_slices(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {

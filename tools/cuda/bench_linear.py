@@ -23,9 +23,10 @@ from typing import Any
 
 START = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", "hal")]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", "hal", "backends/cuda")]
 
 import torch  # noqa: E402
+from deepinfer_cuda.native import WORKSPACE_BYTES  # noqa: E402
 from deepinfer_hal import formats  # noqa: E402
 from deepinfer_hal.c_abi import CLibrary  # noqa: E402
 from deepinfer_hal.card import all_cards, sum_tolerance  # noqa: E402
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further size is begun")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    room = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    room = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     library = CLibrary(
         args.library.resolve(), lambda: torch.cuda.current_stream().cuda_stream, workspace=(room.data_ptr(), room.numel())
     )
