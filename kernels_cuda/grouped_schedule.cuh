@@ -61,9 +61,10 @@ __host__ __device__ constexpr int granule_cost(int width, int narrow) {
   return granule_cost(width > tile_width(narrow) ? width : tile_width(narrow));
 }
 
-// Blocks of an expert that costs `mine` of `total`, if each expert has its own.
+// Blocks of an expert that costs `mine` of `total`, if each expert has its own. The product has 32 bits: rows that all stay in L2
+// (which is when experts are dealt blocks), of 128 columns or more, and up to 100 000 features cost less than would leave them.
 __host__ __device__ constexpr int blocks_of(int mine, int total, int blocks) {
-  const int share = mine == 0 ? 0 : static_cast<uint32_t>(mine) * blocks / total;  // experts of few tokens: no overflow
+  const int share = mine == 0 ? 0 : static_cast<uint32_t>(mine) * blocks / total;
   return mine > 0 && share == 0 ? 1 : share;
 }
 
