@@ -3,7 +3,7 @@
 // Few pairs take one launch: a pair's block counts the pairs that sort before its own, which is its row, while the token's row is on
 // its way, and copies. Up to kAlone pairs each of its warps looks at all of them, so that none waits for another; more are shared
 // out. Further blocks count for the offsets. Many pairs take two launches: a block per expert counts what sorts before it and numbers
-// its own pairs in order, then a block per pair copies. All give the same rows.
+// its own pairs in order, then a block per token copies its row to all places of its choices. All give the same rows.
 #include "di_fp8_groups.cuh"
 #include "di_launch_small.cuh"
 
