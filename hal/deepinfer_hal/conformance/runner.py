@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from deepinfer_hal.conformance.cases import own_waivers
 from deepinfer_hal.conformance.plan import Item, Plan
 from deepinfer_hal.conformance.resume import Earlier
+from deepinfer_hal.conformance.schedule import Schedule
 from deepinfer_hal.conformance.verdict import (
     BROKEN,
     EXECUTED,
@@ -25,10 +26,6 @@ from deepinfer_hal.conformance.verdict import (
 )
 from deepinfer_hal.conformance.worker_process import Died, WorkerProcess
 from deepinfer_hal.errors import BackendUnavailable, BadCall
-
-BATCH = 16
-SHARED_BATCH = 4
-"""Items of a batch when several workers share the rest: the last of them must not be waited for long."""
 
 OPEN_SECONDS = 120.0
 MOST_CRASHES = 200
@@ -86,36 +83,25 @@ def run_suite(
         raise BadCall(f"a run needs at least one worker, got jobs={jobs}")
     started = time.monotonic()
     plan.check()
-    worker, opened = _open(plan)
-    run = Run(plan, opened["subject"], jobs=jobs)
+    workers = [_start(plan) for _ in range(jobs)]  # at once, since each takes seconds
     try:
+        opened = _answer(plan, workers[0])
+        run = Run(plan, opened["subject"], jobs=jobs)
         earlier = Earlier.of(resume, plan, run.subject)
-    except BadCall:
-        worker.close()
+    except (BadCall, BackendUnavailable):
+        for worker in workers:
+            worker.stop()
         raise
     items = [Item(**values) for values in opened["items"]]
-    shared = _Shared(run, listen, deque(), started + seconds, BATCH if jobs == 1 else SHARED_BATCH)
-    for item in items:
+    kept = [earlier.passed.get((item.id, item.symbol)) for item in items]
+    run.results += [result for result in kept if result is not None]
+    new = [item for item, result in zip(items, kept, strict=True) if result is None]
+    shared = _Shared(run, listen, Schedule(item for item in new if not item.unsupported), started + seconds, workers)
+    for item in new:
         if item.unsupported:
             shared.add(_result_of(item, UNSUPPORTED, item.unsupported))
-        elif kept := earlier.passed.get((item.id, item.symbol)):
-            run.results.append(kept)
-        else:
-            shared.pending.append(item)
-    if jobs > 1:  # groups take longest, each together, then composites made of parts: so they come first
-        shared.pending = deque(sorted(shared.pending, key=lambda item: (not item.group, item.group, "(" not in item.symbol)))
     run.resumed = earlier.told()
-    others = [threading.Thread(target=_serve, args=(shared, None), daemon=True) for _ in range(jobs - 1)]
-    try:
-        for thread in others:
-            thread.start()
-        _serve(shared, worker)
-        for thread in others:
-            thread.join()
-    except KeyboardInterrupt:
-        shared.interrupt()
-        for thread in others:
-            thread.join()
+    _serve_all(shared)
     if shared.problem is not None and not run.interrupted:
         raise shared.problem
     have = {(result.id, result.symbol) for result in run.results}
@@ -131,17 +117,17 @@ def run_suite(
 
 @dataclass
 class _Shared:
-    """What the workers of a run share: the items nobody has taken, and the results. `ends`: when the run's time is over."""
+    """What the workers of a run share: the items nobody has taken, and the results. `ends`: when the run's time is over.
+    `workers`: the processes that an interrupt has to end, at first one for each thread."""
 
     run: Run
     listen: Listener
-    pending: deque[Item]
+    schedule: Schedule
     ends: float
-    batch: int
+    workers: list[WorkerProcess]
     deaths: int = 0
     problem: Exception | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
-    workers: list[WorkerProcess] = field(default_factory=list)
 
     def interrupt(self) -> None:
         """Gives the run up: no more items are taken, and workers end in the midst of theirs."""
@@ -151,27 +137,22 @@ class _Shared:
                 worker.stop()
 
     def keep(self, worker: WorkerProcess) -> WorkerProcess:
-        """Notes a worker that an interrupt has to end."""
+        """Notes a worker in another's place, which an interrupt has to end, too."""
         with self.lock:
             self.workers.append(worker)
             if self.run.interrupted:
                 worker.stop()
         return worker
 
-    def take(self) -> list[Item]:
-        """The next items for a worker; none when all are taken, or the run is given up."""
+    def take(self, place: int) -> list[Item]:
+        """The next items for a thread's worker; none when all are taken, or the run is given up."""
         with self.lock:
             over = self.deaths >= MOST_CRASHES or self.problem is not None or time.monotonic() >= self.ends
-            if over or self.run.interrupted:
-                return []
-            group = self.pending[0].group if self.pending and self.batch == SHARED_BATCH else ""
-            if group:
-                return [self.pending.popleft() for _ in range(sum(item.group == group for item in self.pending))]
-            return [self.pending.popleft() for _ in range(min(self.batch, len(self.pending)))]
+            return [] if over or self.run.interrupted else self.schedule.take(place)
 
     def give_back(self, items: list[Item]) -> None:
         with self.lock:
-            self.pending.extendleft(reversed(items))
+            self.schedule.give_back(items)
 
     def add(self, result: CaseResult) -> None:
         with self.lock:
@@ -184,20 +165,35 @@ class _Shared:
         return f"given up after {self.deaths} crashes" if self.deaths >= MOST_CRASHES else "the time of the run was over"
 
 
-def _serve(shared: _Shared, worker: WorkerProcess | None) -> None:
-    """Runs batches until none is left, in one worker after another."""
+def _serve_all(shared: _Shared) -> None:
+    """Runs all items, in a thread for each worker process; this one has the first, which is open."""
+    plan, first = shared.run.plan, shared.workers[0]
+    opening = [functools.partial(_opened, plan, worker) for worker in shared.workers[1:]]
+    others = [threading.Thread(target=_serve, args=(shared, i, each), daemon=True) for i, each in enumerate(opening, 1)]
     try:
-        if worker is not None:
-            shared.keep(worker)
-        while items := shared.take():
+        for thread in others:
+            thread.start()
+        _serve(shared, 0, lambda: first)
+        for thread in others:
+            thread.join()
+    except KeyboardInterrupt:
+        shared.interrupt()
+        for thread in others:
+            thread.join()
+
+
+def _serve(shared: _Shared, place: int, opened: Callable[[], WorkerProcess]) -> None:
+    """Runs batches until none is left, in one worker after another; `opened` gives the first."""
+    plan, first, worker = shared.run.plan, shared.workers[place], None
+    try:
+        while items := shared.take(place):
             try:
-                if worker is None:
-                    worker = shared.keep(_open(shared.run.plan)[0])
+                worker = worker or opened()
                 _run_batch(worker, shared, items)
             except _BatchDied as died:
                 with shared.lock:
                     shared.deaths += 1
-                worker = None
+                worker, opened = None, lambda: shared.keep(_opened(plan, _start(plan)))
                 shared.give_back(items[died.done :])
             except BackendUnavailable as error:
                 shared.give_back(items)
@@ -208,6 +204,7 @@ def _serve(shared: _Shared, worker: WorkerProcess | None) -> None:
     finally:
         if worker is not None:
             worker.close()
+        first.stop()  # it may never have had anything to do
 
 
 class _BatchDied(Exception):
@@ -218,10 +215,19 @@ class _BatchDied(Exception):
         self.done = done
 
 
-def _open(plan: Plan) -> tuple[WorkerProcess, dict[str, Any]]:
+def _start(plan: Plan) -> WorkerProcess:
+    """A process that opens the plan's backend; `_answer` waits for it."""
     worker = WorkerProcess()
     try:
         worker.send({"do": "open", "plan": plan.to_dict()})
+    except Died as died:
+        raise BackendUnavailable(f"{plan.spec} cannot be opened: {died}") from None
+    return worker
+
+
+def _answer(plan: Plan, worker: WorkerProcess) -> dict[str, Any]:
+    """What a process says once it has opened the plan's backend."""
+    try:
         answer = worker.receive(time.monotonic() + OPEN_SECONDS)
     except Died as died:
         raise BackendUnavailable(f"{plan.spec} cannot be opened: {died}") from None
@@ -229,7 +235,12 @@ def _open(plan: Plan) -> tuple[WorkerProcess, dict[str, Any]]:
         worker.close()
         kinds = {"BadCall": BadCall}
         raise kinds.get(answer["kind"], BackendUnavailable)(answer["error"])
-    return worker, answer["opened"]
+    return answer["opened"]
+
+
+def _opened(plan: Plan, worker: WorkerProcess) -> WorkerProcess:
+    _answer(plan, worker)
+    return worker
 
 
 def _run_batch(worker: WorkerProcess, shared: _Shared, items: list[Item]) -> None:
