@@ -46,6 +46,8 @@ inline int current_device() {
   return device;
 }
 
+constexpr int kMostGridRows = 65535;  // blocks of a grid's second and third dimension
+
 constexpr int kMostDevices = 64;
 
 // Multiprocessors of the current device; asked once a device. 1 where it cannot tell: the launch will then say why.

@@ -19,9 +19,12 @@ int refusal(const di_tensor* t, const di_params* p, di_error* e) {
   if (p->i[FORMAT] != DI_FP8_32) return refuse(e, DI_UNSUPPORTED, "fp8_32 rows are served");
   if (p->i[WINDOW_TOKENS] + p->i[BLOCK] > kMostKeys) return refuse(e, DI_UNSUPPORTED, "at most %d keys a row are served", kMostKeys);
   if (!rows_of_16(t[Q]) || !rows_of_16(t[OUT])) return refuse(e, DI_UNSUPPORTED, "q and out need heads that begin at multiples of 16 bytes");
-  for (const int rows : {WINDOW, DRAFT_KV})
+  for (const int rows : {WINDOW, DRAFT_KV}) {
     if (t[rows].stride[0] % 16 != 0 || reinterpret_cast<uintptr_t>(t[rows].data) % 16 != 0)
       return refuse(e, DI_UNSUPPORTED, "window and draft rows must begin at multiples of 16 bytes");
+    if (bytes_of(t[rows]) > kReach)
+      return refuse(e, DI_UNSUPPORTED, "window and draft rows of at most %lld GiB are served", static_cast<long long>(kReach >> 30));
+  }
   return DI_OK;
 }
 

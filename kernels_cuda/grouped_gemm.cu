@@ -101,6 +101,8 @@ int plain(const di_tensor* t, int rows, int depth, cudaStream_t stream, di_error
   const di_tensor &x = t[kX], &w = t[kValues], &scales = t[kScales], &out = t[kOut];
   const int format = plain_format(w, scales, depth), features = static_cast<int>(w.shape[1]);
   if (format < 0) return refuse(e, DI_UNSUPPORTED, "a weight of dtype %d in layout %d", w.dtype, w.layout);
+  const int64_t tiles = ceil_div(features, 32);
+  if (tiles > kMostGridRows) return refuse(e, DI_UNSUPPORTED, "%d features of an expert; at most %d are served", features, 32 * kMostGridRows);
   if (out.dtype == DI_U8 && features % 32)
     return refuse(e, DI_BAD_CALL, "quantised rows of %d values; they must be a multiple of 32", features);
   PlainOperands p{};
@@ -111,7 +113,7 @@ int plain(const di_tensor* t, int rows, int depth, cudaStream_t stream, di_error
   p.out_scale = data<uint8_t>(t[kOutScale]), p.out_scale_pitch = t[kOutScale].stride[0];
   p.rows = rows, p.experts = static_cast<int>(w.shape[0]), p.features = features, p.depth = depth;
   p.format = format, p.x_dtype = x.dtype, p.out_dtype = out.dtype;
-  grouped_gemm_plain<<<dim3(rows, static_cast<unsigned>(ceil_div(features, 32))), 256, 0, stream>>>(p);
+  grouped_gemm_plain<<<dim3(rows, static_cast<unsigned>(tiles)), 256, 0, stream>>>(p);
   return finish(e, "grouped_gemm_plain");
 }
 

@@ -44,7 +44,7 @@ template <int T>
 bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e, int* status) {
   const bool one_group = p.groups == 1 || p.k % kChunk == 0;  // a step of rows has the columns of one group
   const int64_t tiles = static_cast<int64_t>(p.groups) * p.feature_tiles();
-  const bool fits = ceil_div(p.chunks(), p.slices) <= kMostRawSteps && p.feature_tiles() <= 65535 && p.groups <= 65535;
+  const bool fits = ceil_div(p.chunks(), p.slices) <= kMostRawSteps && p.feature_tiles() <= kMostGridRows && p.groups <= kMostGridRows;
   if (!p.x_aligned || !one_group || !fits) return false;
   const int64_t columns = static_cast<int64_t>(p.groups) * p.k;
   CUtensorMap row_map;

@@ -109,7 +109,8 @@ int launch(Site site, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* 
   if (site.hidden == 0 || site.hidden % kGroup != 0)
     return refuse(e, DI_UNSUPPORTED, "the hidden size must be a positive multiple of 32, it is %d", site.hidden);
   const int blocks = static_cast<int>(ceil_div(site.hidden, kWidth));
-  const int64_t room = static_cast<int64_t>(ws_bytes / (blocks * kSums * sizeof(float))) / kRows * kRows;
+  const auto fit = static_cast<int64_t>(ws_bytes / (blocks * kSums * sizeof(float))) / kRows;  // tiles, of which a grid has a row each
+  const int64_t room = std::min<int64_t>(fit, kMostGridRows) * kRows;
   if (room == 0 && site.rows > 0) return refuse(e, DI_BAD_CALL, "residual_site needs a workspace, it got %zu bytes", ws_bytes);
   const cudaError_t few = allow_shared<take_kernel<kPost>>(kRoom), many = allow_shared<take_many_kernel<kPost>>(sizeof(ManyRoom));
   const cudaError_t status = std::max(few, many);

@@ -10,10 +10,6 @@ using namespace di::attention;
 enum { Q, WINDOW, BASE, ORIGIN, MODULO, COMPRESSED, TABLE, ROWS, REQUEST, POSITIONS, SINK, COUNT, OUT };
 enum { WINDOW_FORMAT, COMPRESSED_FORMAT, BLOCK_ROWS, WINDOW_TOKENS };
 
-// Quantised rows are kept as offsets of 16 bytes, in 32 bits.
-constexpr int64_t kReach = 64LL << 30;
-int64_t bytes_of(const di_tensor& store) { return store.shape[0] * store.stride[0]; }
-
 int refusal(const di_tensor* t, const di_params* p, di_error* e) {
   const int64_t formats[2] = {p->i[WINDOW_FORMAT], p->i[COMPRESSED_FORMAT]};
   if (t[Q].dtype != DI_BF16 || t[OUT].dtype != DI_BF16) return refuse(e, DI_UNSUPPORTED, "only BF16 queries and outputs are served");

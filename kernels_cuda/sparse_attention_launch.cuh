@@ -11,6 +11,10 @@ inline bool rows_of_16(const di_tensor& t) {
   return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride[2] == 1 && t.stride[1] % 8 == 0 && t.stride[0] % 8 == 0;
 }
 
+// Quantised rows are kept as offsets of 16 bytes, in 32 bits.
+constexpr int64_t kReach = 64LL << 30;
+inline int64_t bytes_of(const di_tensor& store) { return store.shape[0] * store.stride[0]; }
+
 // Queries or outputs as planes of one row's heads, in boxes of some heads by 64 values; heads that are not there read as zero
 // and are not written.
 inline bool query_map(CUtensorMap* map, const di_tensor& q, cuuint32_t heads = kHeads) {

@@ -328,7 +328,7 @@ DI_EXPORT int di_top_logprobs(const di_tensor* t, int n, const di_params*, void*
   if (c.k > kMostBest) return refuse(e, DI_UNSUPPORTED, "top_logprobs: up to %d best tokens, got %d", kMostBest, c.k);
   const int64_t rows = t[0].shape[0];
   const int64_t of_row = c.slices * static_cast<int64_t>(sizeof(float4) + kThreads * sizeof(uint32_t));
-  const int64_t room = std::min<int64_t>(ws_bytes / std::max<int64_t>(of_row, 1), 65535);
+  const int64_t room = std::min<int64_t>(ws_bytes / std::max<int64_t>(of_row, 1), kMostGridRows);
   if (rows > 0 && room == 0)
     return refuse(e, DI_BAD_CALL, "top_logprobs: a row needs %lld bytes of workspace", static_cast<long long>(of_row));
   const auto on = static_cast<cudaStream_t>(stream);

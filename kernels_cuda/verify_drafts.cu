@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1) settle_kernel(const __grid_consta
 int launch_rejection(Call c, void* ws, size_t ws_bytes, cudaStream_t stream, di_error* e) {
   c.slices = static_cast<int>(ceil_div(c.vocabulary, kSlice));
   const int64_t of_request = 2 * static_cast<int64_t>(c.width) * c.slices * sizeof(float2);
-  const int64_t room = std::min<int64_t>(ws_bytes / of_request, 65535 / (2 * c.width));
+  const int64_t room = std::min<int64_t>(ws_bytes / of_request, kMostGridRows / (2 * c.width));
   if (room == 0)
     return refuse(e, DI_UNSUPPORTED, "verify_drafts: %d drafts of a request need %lld bytes of workspace", c.width,
                   static_cast<long long>(of_request));

@@ -166,6 +166,18 @@ def test_top_logprobs_match_a_sorted_softmax():
             assert float(logprob[row]) == pytest.approx(table[int(chosen[row])], abs=1e-5)
 
 
+def test_top_logprobs_orders_logits_that_differ_though_their_log_probabilities_are_equal():
+    logits = torch.tensor([[0.0, 1e-9, 0.0, -1e-9], [-INF, 2.0, -INF, 3.0], [1.0, INF, 0.0, 0.0]])
+    chosen = torch.tensor([2, 0, 1], dtype=torch.int32)
+    logprob, rank = torch.empty(3), torch.empty(3, dtype=torch.int32)
+    ids, values = torch.empty(3, 4, dtype=torch.int32), torch.empty(3, 4)
+    get_card("top_logprobs").reference(logits, chosen, logprob, rank, ids, values)
+    assert values[0].unique().numel() == 1
+    assert ids.tolist() == [[1, 0, 2, 3], [3, 1, 0, 2], [0, 1, 2, 3]]
+    assert rank.tolist() == [3, 3, 1]
+    assert logprob[1] == -INF and logprob[2].isnan() and bool((values[2] == -INF).all())
+
+
 def mask_with_loops(history, slots, prompt_len, length, rep, pres, freq, offsets, ids, values, allowed, logits):
     result = logits.clone()
     for s in range(logits.shape[0]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deepinfer_cuda.native_library import LIBRARY
-from deepinfer_hal.c_abi import CLibrary
+from deepinfer_hal.c_abi import CLibrary, pack_tensor
 from deepinfer_hal.card import Case, all_cards
 from deepinfer_hal.errors import Unsupported
 from deepinfer_hal.weights import prepare_canonical
@@ -85,3 +85,17 @@ def test_a_site_of_no_columns_is_refused():
     none = {"streams": args["streams"][..., :0], "fn": args["fn"][:, :0], "out": args["out"][:, :0]}
     with pytest.raises(Unsupported, match="positive multiple of 32"):
         CLibrary(LIBRARY, lambda: 0).bind(card)(*(args | none).values())
+
+
+@pytest.mark.parametrize("place", ["window", "draft_kv"])
+def test_draft_attention_refuses_rows_whose_places_do_not_fit_its_lists(place):
+    card = all_cards()["draft_attention"]
+    case = next(case for case in card.enumerate_cases() if case.params["anchors"] and case.params["format"] == "fp8_32")
+    args = card.generate(case, 1, "cpu", prepare_canonical)
+    far = ((64 << 30) // args[place].stride(0) + 1, args[place].shape[1])
+
+    def pack(tensor):
+        return pack_tensor(tensor, shape=far if tensor is args[place] else None)
+
+    with pytest.raises(Unsupported, match="at most 64 GiB"):
+        CLibrary(LIBRARY, lambda: 0, pack=pack).bind(card)(*args.values())

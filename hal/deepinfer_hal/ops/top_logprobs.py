@@ -22,26 +22,28 @@ def top_logprobs(
 ) -> None:
     """log_softmax of each row; rank 1 is the most probable token, ties to the lower id; k = ids.shape[1] may be 0.
 
-    ids come most probable first. chosen -1 leaves that row's log-probability NaN and its rank 0. k <= V.
+    ids come most probable first. Tokens are ordered by their logits: rounding makes log-probabilities of different logits equal,
+    and other ones with every order of the sum. chosen -1 leaves that row's log-probability NaN and its rank 0. k <= V.
     """
     rows, k = ids.shape
     if rows == 0:
         return
     logprobs = torch.log_softmax(wide(logits), dim=-1)
+    broken = logprobs.isnan()  # all of a row's or none
+    keys = wide(logits).masked_fill(broken, float("-inf"))
     picked = chosen.long().clamp(min=0)[:, None]
-    own = logprobs.gather(-1, picked)
+    own = keys.gather(-1, picked)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    better = (logprobs > own) | ((logprobs == own) & (columns < picked))
+    better = ((keys > own) | ((keys == own) & (columns < picked))) & ~broken
     absent = chosen < 0
-    chosen_logprob.copy_(own[:, 0].masked_fill(absent, float("nan")))
+    chosen_logprob.copy_(logprobs.gather(-1, picked)[:, 0].masked_fill(absent, float("nan")))
     chosen_rank.copy_((better.sum(-1) + 1).masked_fill(absent, 0))
     if k == 0:
         return
-    finite = logprobs.masked_fill(logprobs.isnan(), float("-inf"))
-    best = keep_top(finite, torch.full((rows,), k, device=logits.device)).nonzero()[:, 1].view(rows, k)
-    ordered, order = finite.gather(-1, best).sort(dim=-1, descending=True, stable=True)
+    best = keep_top(keys, torch.full((rows,), k, device=logits.device)).nonzero()[:, 1].view(rows, k)
+    order = keys.gather(-1, best).sort(dim=-1, descending=True, stable=True).indices
     ids.copy_(best.gather(-1, order))
-    values.copy_(ordered)
+    values.copy_(logprobs.masked_fill(broken, float("-inf")).gather(-1, ids.long()))
 
 
 def _tolerance(args: Mapping[str, Any], name: str) -> Tolerance:
