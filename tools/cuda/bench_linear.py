@@ -35,13 +35,35 @@ from gpu_state import state_while  # noqa: E402
 from graph_timing import microseconds_of_a_call  # noqa: E402
 from report import store  # noqa: E402
 
-SHAPES = {"wq_a": (0, 5120, 1280), "wq_b": (0, 1280, 32768), "wo_b": (0, 8192, 5120), "wo_a": (8, 4096, 1024)}
-"""Role: groups (0: none), K, N."""
+SHAPES = {"wq_a": (0, 5120, 1280, 0), "wq_b": (0, 1280, 32768, 40), "wo_b": (0, 8192, 5120, 40), "wo_a": (8, 4096, 1024, 40)}
+"""Role: groups (0: none), K, N and calls of a decode step of all layers. wq_a is timed by itself; the model has it in attn_in."""
 
-DENSE_SHAPES = {"head": (0, 5120, 129280), "router": (0, 5120, 384)}
+LAYER_SHAPES = {
+    "attn_in": (0, 5120, 1792, 40),
+    "shared_gate_up": (0, 5120, 4608, 40),
+    "shared_down": (0, 2304, 5120, 40),
+    "indexer_wq_b": (0, 1280, 4096, 8),
+    "draft_wkv": (0, 5120, 512, 3),
+    "engram_wkv": (0, 6144, 25600, 2),
+    "main_proj": (0, 15360, 5120, 1),
+}
+"""The other projections of fp8_32 rows."""
+
+DENSE_SHAPES = {
+    "head": (0, 5120, 129280, 1),
+    "router": (0, 5120, 384, 40),
+    "compressor": (0, 5120, 512, 7),
+    "indexer_weights": (0, 5120, 32, 8),
+    "indexer_wk": (0, 512, 128, 4),
+}
 """BF16 rows and weights, float32 results."""
 
+ALL_SHAPES = {**SHAPES, **LAYER_SHAPES, **DENSE_SHAPES}
+LEAST_START_US, LEAST_TB_PER_S = 2.0, 4.2
+"""What a call takes at least: a launch, and its bytes from memory."""
+
 ROTATED_BYTES = 240 << 20
+MOST_SETS = 256
 GRAPH_US = 3000.0
 REPLAYS = 9
 BOUND_BY_PRODUCTS = 4096
@@ -50,7 +72,8 @@ BOUND_BY_PRODUCTS = 4096
 
 @dataclass
 class Row:
-    """One size: microseconds of a call, TFLOP/s, weight bytes per second, torch's microseconds and the ratio to it;
+    """One size: microseconds of a call, TFLOP/s, weight bytes per second, torch's microseconds and the ratio to it; what the call
+    takes at least and how often a decode step makes it;
     kernels: each symbol that a call starts, with the microseconds it takes by itself; state: of the GPU in replays of calls that
     its products bound, as gpu_state has it."""
 
@@ -61,6 +84,8 @@ class Row:
     tb_per_s: float
     torch_us: float | None
     ratio: float | None
+    least_us: float
+    calls: int
     kernels: dict[str, float]
     state: dict[str, float] = field(default_factory=dict)
 
@@ -104,10 +129,11 @@ class Problem:
     def __init__(self, shape: str, rows: int, seed: int) -> None:
         torch.manual_seed(seed)
         self.dense = shape in DENSE_SHAPES
-        self.groups, self.k, self.n = {**SHAPES, **DENSE_SHAPES}[shape]
+        self.groups, self.k, self.n, self.calls_a_step = ALL_SHAPES[shape]
         self.matrices, self.rows = max(1, self.groups), rows
         weight_bytes = self.matrices * self.n * self.k * (2 if self.dense else 1)
-        self.sets = max(2, -(-ROTATED_BYTES // (weight_bytes + rows * self.matrices * (self.k + 2 * self.n))))
+        self.row_bytes = rows * self.matrices * (2 * self.k + 4 * self.n if self.dense else self.k + 2 * self.n)
+        self.sets = min(MOST_SETS, max(2, -(-ROTATED_BYTES // (weight_bytes + self.row_bytes))))
         self.weights = [self._weight() for _ in range(self.sets)]
         drawn = torch.randn(self.sets, rows, self.matrices * self.k, device="cuda")
         self.rows_of = [(one.bfloat16(), None) if self.dense else formats.quantise(one, "fp8_32") for one in drawn]
@@ -169,7 +195,9 @@ def measure(library: CLibrary, shape: str, rows: int, with_torch: bool) -> Row:
     weight_bytes = problem.weights[0].nbytes
     ratio = us / theirs if theirs else None
     state = state_while(lambda: [call() for call in calls]) if rows >= BOUND_BY_PRODUCTS else {}
-    return Row(shape, rows, us, flops / us / 1e6, weight_bytes / us / 1e6, theirs, ratio, kernels_of(calls[0]), state)
+    least = LEAST_START_US + (weight_bytes + problem.row_bytes) / LEAST_TB_PER_S / 1e6
+    rates = flops / us / 1e6, weight_bytes / us / 1e6
+    return Row(shape, rows, us, *rates, theirs, ratio, least, problem.calls_a_step, kernels_of(calls[0]), state)
 
 
 def measured(library: CLibrary, sizes: list[tuple[str, int]], with_torch: bool, seconds: float) -> Iterator[dict[str, Any]]:
@@ -188,6 +216,7 @@ def measured(library: CLibrary, sizes: list[tuple[str, int]], with_torch: bool, 
 def shown(row: dict[str, Any]) -> str:
     """A size's figures as a line."""
     line = "{shape} {rows:5d} rows  {us:7.1f} us  {tflops:6.1f} TFLOP/s  {tb_per_s:5.2f} TB/s".format(**row)
+    line += "  at least {least_us:5.1f} us, {calls:2d} a step".format(**row)
     return line if row["ratio"] is None else line + "  torch {torch_us:7.1f} us, ratio {ratio:.2f}".format(**row)
 
 
@@ -195,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 4096])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=[*SHAPES, *DENSE_SHAPES])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=[*ALL_SHAPES])
     parser.add_argument("--no-torch", action="store_true", help="the library alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further size is begun")
     parser.add_argument("--json", type=Path)
