@@ -1,9 +1,12 @@
 // di_linear and di_grouped_linear: fp8_32 activations times FP8 weights of 32 x 32 blocks, or BF16 times BF16 (linear_tile.cuh
 // says how). The workspace holds activation codes as BF16, 2 K bytes a row where there are more than 64, and the sums of slices
 // of K; what does not fit goes in parts.
+#include <algorithm>
+
 #include "di_launch.cuh"
 #include "linear_call.cuh"
 #include "linear_combine.cuh"
+#include "linear_dense_rows.cuh"
 #include "linear_few_launch.cuh"
 #include "linear_rows.cuh"
 #include "linear_tile.cuh"
@@ -223,29 +226,31 @@ int choose_dense(const Problem& p, const di_tensor& x, const CUtensorMap& map, i
   return start_dense<DenseInTurn160>(p, x, map, stream, e);
 }
 
-// Any BF16 product whose rows the copy engine cannot read, or whose groups end within a step: a warp an output.
-__global__ void __launch_bounds__(256) plain_dense(const Problem p, const __nv_bfloat16* x, int64_t stride, const __nv_bfloat16* w) {
-  const int64_t column = blockIdx.x * 8 + threadIdx.x / 32, row = blockIdx.y;
-  if (row >= valid_rows(p) || column >= static_cast<int64_t>(p.groups) * p.n) return;
-  const __nv_bfloat16 *a = x + row * stride + column / p.n * p.k, *b = w + column * p.k;
-  float sum = 0.0f;
-  for (int k = threadIdx.x % 32; k < p.k; k += 32) sum = fmaf(__bfloat162float(a[k]), __bfloat162float(b[k]), sum);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-  if (threadIdx.x % 32 != 0) return;
-  if (p.output == kF32) static_cast<float*>(p.out)[row * p.out_stride + column] = sum;
-  else static_cast<__nv_bfloat16*>(p.out)[row * p.out_stride + column] = __float2bfloat16_rn(sum);
+// Goes through rows that the copy engine cannot read in parts that are copied to the workspace; half of it is left for sums.
+int choose_gathered(const Problem& p, const di_tensor& x, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
+  const int64_t row_bytes = static_cast<int64_t>(p.groups) * p.k * 2, part = room / 2 / row_bytes;
+  if (part < 1)
+    return refuse(e, DI_UNSUPPORTED, "linear: a row needs %lld bytes of workspace, got %lld", static_cast<long long>(row_bytes),
+                  static_cast<long long>(room / 2));
+  for (int64_t first = 0; first < p.rows; first += part) {
+    Problem q = part_of(p, first, part);
+    const di_tensor rows = gather(q, data<__nv_bfloat16>(x) + first * row_stride(x), row_stride(x), stream);
+    const int64_t taken = round_up(q.rows * row_bytes, 256);
+    q.expanded += taken;
+    if (const int status = choose_dense(q, rows, map, room - taken, stream, e); status != DI_OK) return status;
+  }
+  return DI_OK;
 }
 
 // p without what depends on the operands' format.
 int run_dense(Problem p, const char* op, const di_tensor& x, const di_tensor& w, int64_t room, cudaStream_t stream, di_error* e) {
   if (p.output == kFp8) return refuse(e, DI_UNSUPPORTED, "%s quantises no result of BF16 weights", op);
-  const auto far = [](const void* address, int64_t pitch) { return reinterpret_cast<uintptr_t>(address) % 16 != 0 || pitch % 8 != 0; };
   p.chunk = kDenseChunk, p.slices = slices_of(p, ceil_div(p.k, kDenseSum));
-  const bool overlap = row_stride(x) < static_cast<int64_t>(p.groups) * p.k;
-  if (p.k == 0 || overlap || far(w.data, p.k) || far(x.data, row_stride(x)) || (p.groups > 1 && p.k % kDenseChunk != 0)) {
-    const dim3 grid(static_cast<unsigned>(ceil_div(static_cast<int64_t>(p.groups) * p.n, 8)), static_cast<unsigned>(p.rows));
-    if (grid.y > 65535) return refuse(e, DI_UNSUPPORTED, "%s: %d rows that are not at multiples of 16 bytes", op, p.rows);
+  // The weight and its sizes alone decide how a row is summed, so that its bits are the same wherever it lies.
+  const bool tiled = p.k > 0 && p.k % 8 == 0 && reinterpret_cast<uintptr_t>(w.data) % 16 == 0;
+  if (!tiled || (p.groups > 1 && p.k % kDenseChunk != 0)) {
+    const int64_t columns = ceil_div(static_cast<int64_t>(p.groups) * p.n, 8), rows = std::min<int64_t>(p.rows, kMostGridRows);
+    const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(rows));
     plain_dense<<<grid, 256, 0, stream>>>(p, data<__nv_bfloat16>(x), row_stride(x), data<__nv_bfloat16>(w));
     return finish(e, op);
   }
@@ -253,6 +258,7 @@ int run_dense(Problem p, const char* op, const di_tensor& x, const di_tensor& w,
   if (!matrix_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, w.data, static_cast<int64_t>(p.groups) * p.n, p.k, p.k * 2, kTileFeatures,
                   kDenseChunk, CU_TENSOR_MAP_SWIZZLE_128B))
     return refuse(e, DI_FAILED, "%s: the driver refuses a map of the weight [%d, %d]", op, p.groups * p.n, p.k);
+  if (!lies_well(x, static_cast<int64_t>(p.groups) * p.k)) return choose_gathered(p, x, map, room, stream, e);
   return choose_dense(p, x, map, room, stream, e);
 }
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deepinfer_cuda import native, native_library
+from deepinfer_cuda import native, native_library, packing
 from deepinfer_cuda.backend import CudaBackend
+from deepinfer_cuda.workspaces import Workspaces
+from deepinfer_hal.c_abi import CLibrary
 from deepinfer_hal.card import get_card, sum_tolerance
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.errors import BadCall
@@ -124,13 +126,46 @@ def test_rows_past_the_count_stay_as_they_are(given, count, coded):
 
 @pytest.mark.parametrize("coded", [True, False])
 @pytest.mark.parametrize("extra", [32, 7])
-def test_rows_that_are_apart_give_the_same_values_aligned_or_not(extra, coded):
+def test_rows_that_are_apart_give_the_same_bits_aligned_or_not(extra, coded):
     problem, rows = Problem(0, 256, 512, coded), torch.arange(40, device="cuda")
-    apart, close = problem.run(rows, extra=extra), problem.run(rows)
-    if coded or extra % 8 == 0:
-        assert torch.equal(apart, close)
-    else:  # another kernel serves them, with another order of sums
-        torch.testing.assert_close(apart, close, rtol=0, atol=1e-4)
+    assert torch.equal(problem.run(rows, extra=extra), problem.run(rows))
+
+
+@pytest.mark.parametrize(("groups", "n", "k"), [(0, 384, 5120), (0, 16384, 5120), (4, 256, 128)])
+def test_a_bf16_row_has_the_same_bits_wherever_it_lies_and_whatever_its_pitch(groups, n, k):
+    problem = Problem(groups, n, k, False, most=100)
+    whole = problem.run(torch.arange(100, device="cuda"))
+    apart = torch.nn.functional.pad(problem.x, (1, 6))[:, 1:-6]  # no row begins at a multiple of 16 bytes
+    for first, last in ((0, 100), (0, 1), (7, 8), (8, 9), (60, 100)):
+        out = torch.empty(last - first, problem.columns, device="cuda")
+        problem.call(apart[first:last], None, problem.weight, None, out, None)
+        assert torch.equal(out, whole[first:last]), f"rows {first} to {last}"
+    one = problem.x[5:6].expand(3, -1)  # rows at one place
+    out = torch.empty(3, problem.columns, device="cuda")
+    problem.call(one, None, problem.weight, None, out, None)
+    assert torch.equal(out, whole[[5, 5, 5]])
+
+
+def test_rows_that_the_copy_engine_cannot_read_go_in_parts_where_the_workspace_is_small():
+    problem, rows = Problem(0, 384, 512, False, most=300), torch.arange(300, device="cuda")
+    whole = problem.run(rows)
+    small = CLibrary(
+        native.LIBRARY, stream=lambda: torch.cuda.current_stream().cuda_stream, pack=packing.tensors_of(torch.device("cuda", 0)),
+        pack_weight=packing.weights_of(torch.device("cuda", 0)), workspace=Workspaces(torch.device("cuda", 0), 256 << 10),
+    )  # fmt: skip
+    problem.call = small.bind(get_card("linear"))
+    for count in (None, 0, 130, 299):  # parts of 128 rows
+        got, kept = problem.run(rows, extra=7, count=count), 300 if count is None else count
+        assert torch.equal(got[:kept], whole[:kept]) and bool(got[kept:].isnan().all()), count
+
+
+def test_more_rows_than_a_grid_has_in_its_second_dimension_are_all_multiplied():
+    many = 65535 + 300
+    problem = Problem(0, 8, 5, False, most=many)  # rows of ten bytes
+    out = torch.full((many, 8), float("nan"), device="cuda")
+    problem.call(problem.x, None, problem.weight, None, out, None)
+    wanted = problem.x.double() @ problem.weight.dequantise().double().T
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [0, 2])
