@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,15 +91,27 @@ def _print_summary(run: Any) -> None:
             print(f"waived      {result.key}  {result.reason}")
     for problem in run.waiver_problems:
         print(f"waivers     {problem}")
-    unserved = sorted({result.op for result in run.results if result.verdict == "unsupported" and not result.provider})
-    if unserved:
-        print(f"no kernel   {', '.join(unserved)}")
+    print_unsupported(run.results)
     counts = ", ".join(f"{count} {word}" for word, count in run.counts().items()) or "no cases"
     print(f"{subject['backend']}:{subject['index']} ({subject['device']}): {counts} in {run.seconds:.0f} s")
     status = run.exit_status()
     verdict = {0: "passed", 1: "FAILED", 2: "nothing was claimed or run, which is no pass"}[status]
     tested = ", the references themselves were tested" if run.plan.reference else ""
     print(f"{verdict}; fallback was forbidden in the cases of ops{tested}")
+
+
+def print_unsupported(results: list[Any]) -> None:
+    """Ops without a kernel, cases that no kernel serves with the reasons, and how many were one kernel's to refuse alone."""
+    refused = [result for result in results if result.verdict == "unsupported"]
+    unserved = sorted({result.op for result in refused if not result.provider})
+    if unserved:
+        print(f"no kernel   {', '.join(unserved)}")
+    passed = {result.id for result in results if result.verdict == "pass"}
+    reasons = Counter(result.reason for result in refused if result.provider and result.id not in passed)
+    for reason, count in reasons.items():
+        print(f"unsupported {count} by every kernel of the op: {reason}")
+    if elsewhere := sum(result.id in passed for result in refused):
+        print(f"unsupported {elsewhere} by one kernel of the op, passed by another")
 
 
 def hal_record(

@@ -19,6 +19,7 @@ from deepinfer_hal.conformance.verify import NO_PROOF, verify_report
 from deepinfer_hal.errors import BackendUnavailable, BadCall
 from deepinfer_hal.registry import open_backend
 
+from deepinfer.cli.hal_test import print_unsupported
 from deepinfer.cli.main import main
 
 KEY, OTHER_KEY = b"a key of sixteen bytes or more", b"another key of sixteen bytes or more"
@@ -311,3 +312,17 @@ def test_diff_exits_with_1_on_a_regression(tmp_path):
     write_report(tmp_path / "a.json", GOOD)
     write_report(tmp_path / "b.json", changed(lambda d: first_served(d).update(verdict="crash")))
     assert main(["hal", "diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
+
+
+def test_the_end_of_a_run_tells_what_no_kernel_serves_from_what_one_leaves_to_another(capsys):
+    print_unsupported([
+        CaseResult("rope(T=1)", "rope", "chip", "chip_rope", "unsupported", "it serves bf16"),
+        CaseResult("rope(T=1)", "rope", "portable", "portable_rope", "pass"),
+        CaseResult("ranks(world=2)", "ranks", "chip", "", "unsupported", "2 ranks need 2 devices, there are 1"),
+        CaseResult("linear(T=1)", "linear", "", "", "unsupported", "the backend offers no kernel of this op"),
+    ])  # fmt: skip
+    assert capsys.readouterr().out.splitlines() == [
+        "no kernel   linear",
+        "unsupported 1 by every kernel of the op: 2 ranks need 2 devices, there are 1",
+        "unsupported 1 by one kernel of the op, passed by another",
+    ]
