@@ -1,4 +1,5 @@
 // sparse_attention: attention of each query row over its window rows and its selected compressed rows, with a sink.
+#include "sparse_attention_expand.cuh"
 #include "sparse_attention_flat.cuh"
 #include "sparse_attention_launch.cuh"
 
@@ -43,7 +44,7 @@ int launch_flat(const Arguments& a, const di_tensor& q, const di_tensor& out, cu
 
 }  // namespace
 
-DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p, void* stream, void*, size_t, di_error* e) {
+DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p, void* stream, void* workspace, size_t bytes, di_error* e) {
   if (n != 13 || p->n_i != 4 || p->n_d != 1) return refuse(e, DI_BAD_CALL, "sparse_attention takes 13 tensors, 4 integers and 1 real");
   if (t[Q].shape[0] == 0) return DI_OK;
   if (const int status = refusal(t, p, e)) return status;
@@ -63,8 +64,14 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   a.out_row = t[OUT].stride[0], a.out_head = t[OUT].stride[1];
   a.heads = static_cast<int>(t[Q].shape[1]), a.block_rows = static_cast<int>(p->i[BLOCK_ROWS]);
   a.window_tokens = static_cast<int>(p->i[WINDOW_TOKENS]), a.scale = static_cast<float>(p->d[0]);
-  a.tokens = static_cast<int>(t[Q].shape[0]), a.requests = static_cast<int>(t[BASE].shape[0]), a.block = 1;
-  if (p->i[WINDOW_FORMAT] == DI_ROW_BF16) return launch_flat(a, t[Q], t[OUT], static_cast<cudaStream_t>(stream), e);
+  a.tokens = static_cast<int>(t[Q].shape[0]), a.requests = static_cast<int>(t[BASE].shape[0]), a.block = 1, a.unit = 1.0f;
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  if (p->i[WINDOW_FORMAT] == DI_ROW_BF16) return launch_flat(a, t[Q], t[OUT], on, e);
   const bool fp4 = selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16;
-  return (fp4 ? launch<true, false> : launch<false, false>)(a, t[Q], t[OUT], static_cast<cudaStream_t>(stream), e, "sparse_attention");
+  Expansion expansion{};
+  if (plan_expansion(expansion, a, t[WINDOW].shape[0], selects ? t[COMPRESSED].shape[0] : 0, workspace, bytes)) {
+    (fp4 ? launch_expansion<true> : launch_expansion<false>)(a, expansion, on);
+    return launch_flat(a, t[Q], t[OUT], on, e);
+  }
+  return (fp4 ? launch<true, false> : launch<false, false>)(a, t[Q], t[OUT], on, e, "sparse_attention");
 }

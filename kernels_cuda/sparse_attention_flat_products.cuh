@@ -146,7 +146,7 @@ struct Score {
   }
   // Scores to weights relative to `reference`, into shared memory.
   __device__ __forceinline__ void weigh(int left, bool last, uint32_t serial, int next) {
-    const float log2_scale = a.scale * kLog2e;
+    const float log2_scale = a.scale * kLog2e * a.unit;
 #pragma unroll
     for (int j = 0; j < 32; ++j) scores[j] *= log2_scale;
     if (left < kStep) {
@@ -189,7 +189,7 @@ struct Score {
     }
     const bool second = lane & 1;
     const float all = (second ? total[1] : total[0]) + power2(second ? sink[1] - reference[1] : sink[0] - reference[0]);
-    if ((lane & 2) == 0) s.share[buffer][row(lane & 1)] = 1.0f / all;
+    if ((lane & 2) == 0) s.share[buffer][row(lane & 1)] = a.unit / all;
   }
 
   __device__ __forceinline__ void run() {

@@ -57,9 +57,10 @@ class StepBench:
 
     def _plan(self, before: int) -> StepMeta:
         layout, requests = self.model.state.layout, self.requests
+        blocks = -(-(before + self.tokens) // BLOCK_TOKENS)  # of a sequence so far, as the scheduler's tables have them
         meta = plan_step(
             np.arange(requests + 1, dtype=np.int32) * self.tokens, np.full(requests, before, np.int32),
-            np.arange(requests, dtype=np.int32), self.model.block_tables(requests), window=layout.window,
+            np.arange(requests, dtype=np.int32), self.model.block_tables(requests)[:, :blocks], window=layout.window,
             ring_rows=layout.ring_rows, slot_rows=layout.slot_rows, ratios=layout.ratios, block_tokens=BLOCK_TOKENS,
         )  # fmt: skip
         return meta.to(self._upload)

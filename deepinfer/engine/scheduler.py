@@ -161,8 +161,9 @@ class Scheduler:
         table.computed[slots] = ends
         table.length[sampled_slots] += 1
         chosen = sequences if len(sampled) == len(sequences) else [sequences[row] for row in sampled]
+        seen = self.blocks.blocks_for(int(ends.max()))  # a prompt has blocks ahead of its chunks, which no op need look at
         plan = StepPlan(
-            sequences, cu_q, starts, slots, table.block_tables[slots, : int(table.blocks[slots].max())], new_tokens,
+            sequences, cu_q, starts, slots, table.block_tables[slots, :seen], new_tokens,
             sampled, sampling.length, sampling, chosen, np.zeros(0, np.int32), np.zeros(0, np.int32),
         )  # fmt: skip
         self._score_prompts(plan)

@@ -23,6 +23,7 @@ SHAPES = [
     pytest.param(dict(requests="120+9", heads=64, k=0, storage="ring"), id="a window alone"),
     pytest.param(dict(requests="300+300", heads=64, k=97, storage="flat", skip=3), id="more rows than blocks, some left out"),
     pytest.param(dict(requests="64+180", heads=64, k=70, storage="flat"), id="a second row of each block, which two share"),
+    pytest.param(dict(requests="40+560", heads=64, k=70, storage="flat"), id="so many rows that what they read is expanded"),
 ]
 BY_ROW = ("q", "rows", "row_to_req", "positions", "out")
 
@@ -98,7 +99,7 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(paged, flat):
         assert torch.equal(run(rows_of(flat, row, 1))[0], together[row])
 
 
-@pytest.mark.parametrize("paged", SHAPES[2:5:2], indirect=True)
+@pytest.mark.parametrize("paged", SHAPES[2:7:2], indirect=True)
 @pytest.mark.parametrize("compressed", ["fp4_16", "fp8_32"])
 def test_a_row_has_the_same_bits_in_a_call_of_few_rows_as_in_one_of_many(paged, compressed):
     if compressed == "fp8_32" and paged["compressed"] is not None:

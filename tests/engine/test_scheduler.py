@@ -36,6 +36,20 @@ def test_prompts_are_cut_to_the_budget_and_decodes_go_first():
     assert engine.runner.launches == [(90, 1), (100, 1), (52, 2), (2, 2), (1, 1)]
 
 
+def test_block_tables_end_with_the_blocks_of_the_tokens_so_far():
+    engine, columns = make_engine(max_num_batched_tokens=100), []
+    launch = engine.runner.launch
+
+    def watched(plan):
+        columns.append(plan.block_tables.shape[1])
+        return launch(plan)
+
+    engine.runner.launch = watched
+    engine.add_request("a", prompt_of(310), greedy(2))
+    run_all(engine)
+    assert columns == [1, 2, 3, 3, 3]  # of 128 tokens: a chunk ends at 100, 200, 300 and 310
+
+
 def test_without_chunking_a_prompt_waits_until_it_fits_whole():
     engine = make_engine(max_num_batched_tokens=256, max_model_len=200, chunked=False)
     engine.add_request("a", prompt_of(150), greedy(3))

@@ -54,6 +54,8 @@ FURTHER = {
     ],
     "sparse_attention": [  # more rows than multiprocessors, so that a block alone attends to a row, some to a second one
         "sparse_attention(requests=0+140,3+5,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=fp8_32,compressed=fp4_16,storage=ring)",
+        # so many rows that what they read is expanded first
+        "sparse_attention(requests=0+520,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=fp8_32,compressed=fp4_16,storage=flat)",
         # rows of BF16: whole ones, and then some that blocks divide
         "sparse_attention(requests=0+140,3+5,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=bf16,compressed=bf16,storage=flat)",
     ],

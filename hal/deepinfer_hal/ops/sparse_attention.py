@@ -78,6 +78,8 @@ def enumerate_cases():
     yield Case("sparse_attention", dict(requests="700+2,130+1", **{**decoded, "heads": 64, "k": 512}))
     # More rows than a GPU of 132 multiprocessors has pairs of them: a kernel may take another way from there on.
     yield Case("sparse_attention", dict(requests="90+75,3+5", **{**nano, "k": 8}))
+    # A prompt's rows, which read each stored row many times: a kernel may expand all of those first.
+    yield Case("sparse_attention", dict(requests="70+510,3+5", **{**nano, "k": 8, "storage": "flat"}))
 
 
 def generate(case, seed, device, prepare) -> dict:
