@@ -29,16 +29,20 @@ def exact(args: dict) -> torch.Tensor:
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU of compute capability 9.0 and the built kernel library")
 @pytest.mark.parametrize(
     ("iterations", "scale", "eps"),
-    [(20, 1.0, 1e-6), (20, 20.0, 1e-6), (64, 1.0, 1e-6), (64, 60.0, 3e-7), (20, 1.0, 1e-3), (20, 1.0, 1e-9)],
-)
+    [
+        (20, 1.0, 1e-6), (20, 20.0, 1e-6), (64, 1.0, 1e-6), (64, 60.0, 3e-7), (20, 1.0, 1e-3), (20, 1.0, 1e-9),
+        (64, 60.0, 1e-12), (64, 20.0, 1e-30), (20, 1.0, 1.0), (64, 1.0, 3.0),
+    ],
+)  # fmt: skip
 def test_rows_by_the_ten_thousand_have_the_coefficients_of_the_card(iterations, scale, eps):
-    """With the terms of eps in every sum, and without where eps is small (residual_site_sinkhorn.cuh)."""
+    """By divisions, and without where eps is one of models (residual_site_sinkhorn.cuh)."""
     args = problem(20_000, iterations, scale, "cuda", eps)
     native.library(torch.device("cuda", 0)).bind(CARD)(*args.values())
     torch.cuda.synchronize()
     comb = args["comb"]
     assert torch.isfinite(comb).all()
-    torch.testing.assert_close(comb.sum(-2), torch.ones_like(comb[:, 0]), rtol=0, atol=1e-4 + eps)  # columns come last
+    if eps < 0.1:
+        torch.testing.assert_close(comb.sum(-2), torch.ones_like(comb[:, 0]), rtol=0, atol=1e-4 + eps)  # columns come last
     if scale == 1.0:
         torch.testing.assert_close(comb.double(), exact(args), rtol=0, atol=1e-4)
 

@@ -1,11 +1,17 @@
-"""What the Sinkhorn of residual_site in CUDA C++ builds on, without a GPU: turns without division and without the terms of eps
-stay in float's range, and give what the card's divisions give."""
+"""The Sinkhorn of residual_site in CUDA C++ without a GPU. Its source, compiled for the host, gives what the card's divisions
+give, with any eps. What an eps of models has is made again here: turns without division and without the terms of eps stay in
+float's range."""
 
 from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[2]
 SEED, EPS, LEAST = 20261130, 1e-6, 2.0**-22
 """EPS: the released model's, and the largest for which kernels_cuda/residual_site_sinkhorn.cuh leaves the terms out; LEAST: the
 smallest."""
@@ -73,3 +79,29 @@ def test_nothing_leaves_the_range_of_normal_floats_however_many_turns_there_are(
     assert all(bool(((values > 2.0**-126) & (values < 2.0**126)).all()) for values in seen)
     products = torch.stack(seen[6::8])
     assert 2.0**-9 < float(products.min()) and float(products.max()) < 2.0**3
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(matrices, eps, iterations) -> what the kernels' own source makes of them on the host."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    program, source = tmp_path_factory.mktemp("sinkhorn") / "check", ROOT / "tests/cuda/sinkhorn_check.cpp"
+    options = ["-O1", "-std=c++17", "-ffp-contract=off", "-I", str(ROOT / "kernels_cuda")]
+    subprocess.run(["c++", *options, str(source), "-o", str(program)], check=True)
+
+    def run(k: torch.Tensor, eps: float, iterations: int) -> torch.Tensor:
+        call = [str(program), repr(eps), str(iterations)]
+        made = subprocess.run(call, input=k.numpy().tobytes(), capture_output=True, check=True).stdout
+        return torch.frombuffer(bytearray(made), dtype=torch.float32).view(k.shape)
+
+    return run
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 2, 20, 64])
+@pytest.mark.parametrize("eps", [1e-30, 1e-12, 1e-9, 2e-8, LEAST, 5e-7, EPS, 1.1e-6, 1e-3, 0.5, 1.0, 3.0])
+def test_the_compiled_source_gives_the_cards_coefficients_with_any_eps(compiled, eps, iterations):
+    k = matrices(4_000, eps)
+    got = compiled(k, eps, iterations)
+    assert bool(torch.isfinite(got).all())
+    torch.testing.assert_close(got.double(), divided(k, eps, iterations), rtol=0, atol=4e-6 * max(1.0, eps))

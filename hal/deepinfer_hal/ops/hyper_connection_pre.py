@@ -71,11 +71,13 @@ def _cases() -> list[Case]:
         dict(T=33, m=4, H=64, dtype="f32"),
         dict(T=3, m=2, H=96, dtype="f32"),
         dict(T=3, m=4, H=5120, dtype="bf16"),
+        dict(T=17, m=4, H=64, dtype="bf16", spread=40, hc_eps=1e-10),
     ]
     return [Case("hyper_connection_pre", row) for row in rows]
 
 
 def _generate(case: Case, seed: int, device: Any, prepare: c.Prepare) -> dict[str, Any]:
+    """`spread`: of the logits; where it is large the Sinkhorn begins with rows that have nearly all in one column."""
     p, gen = case.params, c.generator(case, seed)
     rows, m, hidden = p["T"], p["m"], p["H"]
     dtype, f32, mixes = c.dtype_of(p["dtype"]), torch.float32, (2 + m) * m
@@ -83,10 +85,10 @@ def _generate(case: Case, seed: int, device: Any, prepare: c.Prepare) -> dict[st
         "streams": c.normal(gen, rows, m, hidden, dtype=dtype, device=device, scale=2.0),
         "fn": c.normal(gen, mixes, m * hidden, device=device, scale=(m * hidden) ** -0.5),
         "base": c.normal(gen, mixes, device=device),
-        "scale": (1 + c.normal(gen, 3, scale=0.2)).to(device),
+        "scale": p.get("spread", 1) * (1 + c.normal(gen, 3, scale=0.2)).to(device),
         "pre_prev": c.normal(gen, rows, m, device=device).abs(),
         "rms_eps": 1e-20,
-        "hc_eps": 1e-6,
+        "hc_eps": p.get("hc_eps", 1e-6),
         "iterations": 20,
         "count": c.count_tensor(p.get("count"), device),
         "out": c.poisoned(rows, hidden, dtype=dtype, device=device),
