@@ -96,7 +96,8 @@ def run_suite(
     kept = [earlier.passed.get((item.id, item.symbol)) for item in items]
     run.results += [result for result in kept if result is not None]
     new = [item for item, result in zip(items, kept, strict=True) if result is None]
-    shared = _Shared(run, listen, Schedule(item for item in new if not item.unsupported), started + seconds, workers)
+    schedule = Schedule((item for item in new if not item.unsupported), jobs)
+    shared = _Shared(run, listen, schedule, started + seconds, workers)
     for item in new:
         if item.unsupported:
             shared.add(_result_of(item, UNSUPPORTED, item.unsupported))

@@ -19,35 +19,40 @@ Name = tuple[str, str]
 
 
 class Schedule:
-    """The items that nobody has taken, by the group or the kernel that they belong to. Not thread safe."""
+    """The items that nobody has taken, by the group or the kernel that they belong to, for so many workers. Not thread safe."""
 
-    def __init__(self, items: Iterable[Item]) -> None:
+    def __init__(self, items: Iterable[Item], workers: int) -> None:
         self._left: dict[Name, deque[Item]] = {}
         self._owners: dict[Name, int] = {}
+        self._most_groups, self._in_groups = workers // 2, set[int]()
         # groups take longest, each together, then composites made of parts: so they come first
         for item in sorted(items, key=lambda item: (not item.group, item.group, "(" not in item.symbol)):
             self._left.setdefault(_name(item), deque()).append(item)
 
     def take(self, worker: int) -> list[Item]:
         """The next items for a worker: of what nobody has begun, of what it has begun itself, of what others have; none when all
-        are taken."""
-        if not self._left:
-            return []
-        new = next((name for name in self._left if name not in self._owners), None)
-        if new is not None:
-            self._owners[new] = worker
-            return self._batch(new)
-        own = [name for name in self._left if self._owners[name] == worker]
-        return self._batch(max(own or self._left, key=lambda name: len(self._left[name])))
+        are taken. At most half of the workers are in groups while there is anything else."""
+        self._in_groups.discard(worker)
+        new = next((name for name in self._left if name not in self._owners and self._may_begin(name)), None)
+        begun = [name for name in self._left if name in self._owners]
+        own = [name for name in begun if self._owners[name] == worker]
+        choice = [new] if new else own or begun or list(self._left)
+        return self._batch(max(choice, key=lambda name: len(self._left[name])), worker) if choice else []
+
+    def _may_begin(self, name: Name) -> bool:
+        return not self._left[name][0].group or len(self._in_groups) < self._most_groups
 
     def give_back(self, items: list[Item]) -> None:
         """Puts back what was taken and not run, to be taken first of its kernel."""
         for item in reversed(items):
             self._left.setdefault(_name(item), deque()).appendleft(item)
 
-    def _batch(self, name: Name) -> list[Item]:
+    def _batch(self, name: Name, worker: int) -> list[Item]:
         """A group is taken whole."""
         items = self._left[name]
+        self._owners.setdefault(name, worker)
+        if items[0].group:
+            self._in_groups.add(worker)
         taken = [items.popleft() for _ in range(len(items) if items[0].group else min(BATCH, len(items)))]
         if not items:
             del self._left[name]
