@@ -1,4 +1,5 @@
-// BF16 rows where the copy engine can read them: as they lie, or copied to the workspace.
+// BF16 products that the tiles of linear_tile.cuh cannot begin with: rows that the copy engine cannot read are copied to where it
+// can, and a weight that it cannot read is multiplied without tiles.
 #pragma once
 
 #include "linear_call.cuh"
