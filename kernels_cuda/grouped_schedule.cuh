@@ -4,9 +4,9 @@
 // (expert, token tile, granule) are put in one line, each as long as it costs, and the line is cut into equal shares: a block
 // takes every granule that starts inside its share, as many at a time as a step has. So the last block ends when the first does,
 // up to one granule. Where it costs nothing, each expert is dealt blocks of its own instead, so that no block needs another step
-// because its share crosses into the next expert, as long as all tokens stay in L2. Otherwise, where experts have many tokens, or
-// all tokens together do not stay in L2, the line is cut into waves first, so that blocks at work at the same time share weights
-// and tokens in L2. Which block computes a tile changes no bit of it.
+// because its share crosses into the next expert, as long as all tokens stay in L2. Otherwise, where experts of many tokens are a
+// good part of the work, the line is cut into waves first, so that blocks at work at the same time share weights and tokens in L2;
+// fewer tokens are many if all tokens together do not stay in L2. Which block computes a tile changes no bit of it.
 #pragma once
 
 #include <stdint.h>
@@ -47,8 +47,8 @@ struct GroupedShape {
   int first_row, last_row;
 };
 
-// Cost of a granule by the tile's width: mostly bytes of weights up to 32 tokens, then more and more arithmetic.
-__host__ __device__ constexpr int granule_cost(int width) { return width <= 1 ? 7 : width == 2 ? 8 : width == 3 ? 12 : 20; }
+// Cost of a granule by the tile's width: bytes of weights up to 16 tokens, then more and more arithmetic.
+__host__ __device__ constexpr int granule_cost(int width) { return width <= 1 ? 7 : width == 2 ? 9 : width == 3 ? 12 : 20; }
 __host__ __device__ constexpr int full_cost(int most) {
   return granule_cost(most <= 16 ? 1 : most == 32 ? 2 : most == 64 ? 3 : 4);
 }
@@ -60,6 +60,10 @@ __host__ __device__ constexpr int tile_width(int tokens) {
 __host__ __device__ constexpr int granule_cost(int width, int narrow) {
   return granule_cost(width > tile_width(narrow) ? width : tile_width(narrow));
 }
+
+// Whether experts of many tokens, which cost `crowded` of `total`, are enough of the work to cut the line into waves: where a wave
+// ends, a step is cut in two, which costs the others more than those few gain.
+__host__ __device__ constexpr bool is_crowded(int crowded, int total) { return crowded > total / 4; }
 
 // Blocks of an expert that costs `mine` of `total`, if each expert has its own. The product has 32 bits: rows that all stay in L2
 // (which is when experts are dealt blocks), of 128 columns or more, and up to 100 000 features cost less than would leave them.
@@ -124,20 +128,21 @@ __device__ void make_plan(GroupedPlan& plan, const GroupedShape& shape) {
   // Tiles that are bound by arithmetic share weights; tokens that do not all stay in L2 are to be read by many blocks at once.
   const int64_t token_bytes = static_cast<int64_t>(shape.last_row - shape.first_row) * shape.k_blocks * 256;
   const int crowd = token_bytes > kTokensOfL2 ? 16 : 64;
-  if (threadIdx.x == 0) plan.crowded = plan.dealt = 0;
+  if (threadIdx.x == 0) plan.dealt = 0;
   __syncthreads();
   if (threadIdx.x < 32) {
-    int before = 0;
+    int before = 0, crowded = 0;
     for (int first = 0; first < shape.experts; first += 32) {
       const int e = first + threadIdx.x;
       const int tokens = e < shape.experts ? max(plan.rows[e + 1] - plan.rows[e], 0) : 0, rest = tokens % most;
       const int mine = shape.granules * (tokens / most * kFullCost + (rest ? granule_cost(tile_width(rest), narrow) : 0));
-      if (tokens > crowd) plan.crowded = 1;
+      if (tokens > crowd) crowded += mine;
       const int sum = sum_up_to(mine);
       if (e < shape.experts) plan.cost_before[e] = before + sum - mine;
       before += __shfl_sync(~0u, sum, 31);
     }
-    if (threadIdx.x == 0) plan.cost_before[shape.experts] = before;
+    crowded = __reduce_add_sync(~0u, crowded);
+    if (threadIdx.x == 0) plan.cost_before[shape.experts] = before, plan.crowded = is_crowded(crowded, before);
     __syncwarp();
     if (shape.experts <= kMostDealt && token_bytes <= kTokensOfL2) deal(plan, shape.experts, kFullCost);
   }

@@ -22,6 +22,7 @@ inline void __syncthreads() {}
 inline int __shfl_up_sync(unsigned, int value, int) { return value; }
 inline int __shfl_sync(unsigned, int value, int) { return value; }
 inline int __reduce_max_sync(unsigned, int value) { return value; }
+inline int __reduce_add_sync(unsigned, int value) { return value; }
 inline void __syncwarp() {}
 
 #include "grouped_schedule.cuh"
@@ -54,14 +55,16 @@ static void deal(size_t experts, int total, int granule) {
 template <int most, int narrow>
 static int fill_plan(const std::vector<int>& counts, int granules) {
   const int full = di::granule_cost(di::tile_width(most));
-  int cost = 0;
-  plan.rows[0] = 3, plan.crowded = 0;
+  int cost = 0, crowded = 0;
+  plan.rows[0] = 3;
   for (size_t e = 0; e < counts.size(); ++e) {
     const int rest = counts[e] % most;
     plan.rows[e + 1] = plan.rows[e] + counts[e], plan.cost_before[e] = cost;
-    cost += granules * (counts[e] / most * full + (rest ? di::granule_cost(di::tile_width(rest), narrow) : 0));
-    if (counts[e] > crowd) plan.crowded = 1;
+    const int mine = granules * (counts[e] / most * full + (rest ? di::granule_cost(di::tile_width(rest), narrow) : 0));
+    cost += mine;
+    if (counts[e] > crowd) crowded += mine;
   }
+  plan.crowded = di::is_crowded(crowded, cost);
   plan.cost_before[counts.size()] = cost;
   deal(counts.size(), cost, full);
   return cost;
@@ -154,5 +157,9 @@ int main() {
   if (steps(Large{}, 6, 256, 72) != 2) fail("six experts of 256 rows take more than two steps a block");
   in_l2 = false;
   if (check<Large>({250, 262, 240, 270, 255, 259}, 72, 132) > 1.2) fail("uneven shares where last tiles have few rows");
+  in_l2 = true;
+  std::vector<int> skewed(384, 4);
+  skewed[7] = 174, skewed[100] = 108, skewed[300] = 71;
+  if (check<Tiny>(skewed, 72, 132) > 1.04 || plan.crowded) fail("three experts of many rows cut the steps of 381 others");
   printf("covered\n");
 }
