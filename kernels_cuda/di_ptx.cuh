@@ -116,6 +116,14 @@ __device__ __forceinline__ float4 load_cluster16(uint32_t address, uint32_t rank
   return v;
 }
 
+// Stores to the same-named place `to` of block `rank` of the cluster, where it completes on `barrier` as a copy of 16 bytes does.
+__device__ __forceinline__ void store_cluster16(void* to, float4 v, uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{ .reg .b32 place, full; mapa.shared::cluster.u32 place, %0, %6; mapa.shared::cluster.u32 full, %5, %6;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%1, %2, %3, %4}, [full]; }" ::"r"(shared_address(to)),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(shared_address(barrier)), "r"(rank) : "memory");
+}
+
 // Registers of each thread of this warpgroup; the kernel needs __launch_bounds__(threads, 1).
 template <int count>
 __device__ __forceinline__ void registers_down() {

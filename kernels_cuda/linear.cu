@@ -1,6 +1,6 @@
-// di_linear and di_grouped_linear: fp8_32 activations times FP8 weights of 32 x 32 blocks, or BF16 times BF16 (linear_tile.cuh
-// says how). The workspace holds activation codes as BF16, 2 K bytes a row where there are more than 64, and the sums of slices
-// of K; what does not fit goes in parts.
+// di_linear and di_grouped_linear: fp8_32 activations times FP8 weights of 32 x 32 blocks, or BF16 times BF16 (linear_tile.cuh says
+// how; up to 64 rows of codes linear_few.cuh, BF16 weights of few features linear_narrow.cuh). The workspace holds activation codes
+// as BF16, 2 K bytes a row where there are more than 64, and the sums of slices of K; what does not fit goes in parts.
 #include <algorithm>
 
 #include "di_launch.cuh"
@@ -8,6 +8,7 @@
 #include "linear_combine.cuh"
 #include "linear_dense_rows.cuh"
 #include "linear_few_launch.cuh"
+#include "linear_narrow_launch.cuh"
 #include "linear_rows.cuh"
 #include "linear_tile.cuh"
 
@@ -17,6 +18,7 @@ namespace {
 using Rows128 = Config<128, kOne, 6, 6>;
 using Rows160 = Config<160, kOne, 6, 4>;
 using Rows256 = Config<256, kOne, 4, 4>;
+using InTurn128 = Config<128, kInTurn, 6, 6>;
 using InTurn160 = Config<160, kInTurn, 6, 4>;
 using Ahead256 = Config<256, kAside, 4, 4, kAhead>;
 using Apart128 = Config<128, kApart, 6, 8>;
@@ -28,7 +30,6 @@ using DenseInTurn64 = Config<64, kInTurn, 8, 8, kDense>;
 using DenseInTurn96 = Config<96, kInTurn, 6, 6, kDense>;
 using DenseInTurn128 = Config<128, kInTurn, 6, 6, kDense>;
 using DenseInTurn160 = Config<160, kInTurn, 4, 4, kDense>;
-using DenseJoined64 = Config<64, kJoined, 8, 8, kDense>;
 using DenseApart64 = Config<64, kApart, 8, 8, kDense>;
 using DenseApart256 = Config<256, kApart, 4, 4, kDense>;
 
@@ -56,8 +57,7 @@ int64_t partial_bytes(const Problem& p, int tile_rows) {
 template <typename C>
 bool joins(const Problem& p) {
   const int64_t tiles = p.groups * p.feature_tiles() * ceil_div(p.rows, C::T);
-  return p.slices <= (C::T > 64 ? 2 : kMostSlices) &&
-         tiles <= resident_clusters<linear_kernel<C>>(p.slices, C::kThreads, C::kShared);
+  return p.slices <= 2 && tiles <= resident_clusters<linear_kernel<C>>(p.slices, C::kThreads, C::kShared);
 }
 
 // The kernels over the rows p has; p.expanded and p.partial have room for them.
@@ -181,15 +181,23 @@ bool goes_ahead(const Problem& p, int64_t room) {
   return p.slices == 2 && rounds && ceil_div(p.rows, C::T) > 2 * part && cost<C>(p) < cost<InTurn160>(p);
 }
 
+// Whether tiles of 128 rows are faster than those of 160. They must keep five sixths of the multiprocessors busy, since they bring
+// more bytes.
+bool turns_by_128(const Problem& p) {
+  const int64_t tiles = ceil_div(p.rows, 128) * p.feature_tiles() * p.groups;
+  return tiles * 6 >= ceil_div(tiles, multiprocessors()) * multiprocessors() * 5 && cost<InTurn128>(p) < cost<InTurn160>(p);
+}
+
 int choose_slices(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
   const auto fits = [&](int rows) { return expanded_bytes(p, rows) + partial_bytes(p, rows) <= room; };
   if (p.rows <= 128 && fits(128))
     return joins<Joined128>(p) ? launch<Joined128>(p, map, map, stream, e) : start_apart<Apart128>(p, map, stream, e);
-  const int64_t in_turn = cost<InTurn160>(p), apart = fits(256) ? cost<Apart256>(p) : INT64_MAX;
+  const bool by_128 = turns_by_128(p);
+  const int64_t in_turn = by_128 ? cost<InTurn128>(p) : cost<InTurn160>(p), apart = fits(256) ? cost<Apart256>(p) : INT64_MAX;
   if (fits(256) && (p.rows <= 256 || apart < in_turn))
     return joins<Joined256>(p) ? launch<Joined256>(p, map, map, stream, e) : start_apart<Apart256>(p, map, stream, e);
   if (goes_ahead<Ahead256>(p, room)) return start_ahead<Ahead256>(p, map, room, stream, e);
-  return start<InTurn160>(p, map, room, stream, e);
+  return by_128 ? start<InTurn128>(p, map, room, stream, e) : start<InTurn160>(p, map, room, stream, e);
 }
 
 // Which tiles serve these rows; the bits are the same with all.
@@ -213,9 +221,15 @@ int start_dense(Problem p, const di_tensor& x, const CUtensorMap& map, cudaStrea
   return launch<C>(p, map, row_map, stream, e);
 }
 
-int choose_dense(const Problem& p, const di_tensor& x, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
+// w: the address of the weight, which the copy engine can read, as it can `x`.
+int choose_dense(const Problem& p, const di_tensor& x, const void* w, int64_t room, cudaStream_t stream, di_error* e) {
+  int status = DI_OK;
+  if (choose_narrow(p, x.data, row_stride(x), w, stream, e, &status)) return status;
+  CUtensorMap map;
+  if (!matrix_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, w, static_cast<int64_t>(p.groups) * p.n, p.k, p.k * 2, kTileFeatures,
+                  kDenseChunk, CU_TENSOR_MAP_SWIZZLE_128B))
+    return refuse(e, DI_FAILED, "linear: the driver refuses a map of the weight [%d, %d]", p.groups * p.n, p.k);
   const bool apart = p.slices > 1 && static_cast<int64_t>(p.feature_tiles()) * p.groups * p.slices <= kBlocks;
-  if (p.slices > 1 && p.rows <= 64 && joins<DenseJoined64>(p)) return start_dense<DenseJoined64>(p, x, map, stream, e);
   if (apart && p.rows <= 64 && partial_bytes(p, 64) <= room) return start_dense<DenseApart64>(p, x, map, stream, e);
   if (apart && (p.rows <= 256 || cost<DenseApart256>(p) < cost<DenseInTurn160>(p)) && partial_bytes(p, 256) <= room)
     return start_dense<DenseApart256>(p, x, map, stream, e);
@@ -227,7 +241,7 @@ int choose_dense(const Problem& p, const di_tensor& x, const CUtensorMap& map, i
 }
 
 // Goes through rows that the copy engine cannot read in parts that are copied to the workspace; half of it is left for sums.
-int choose_gathered(const Problem& p, const di_tensor& x, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e) {
+int choose_gathered(const Problem& p, const di_tensor& x, const void* w, int64_t room, cudaStream_t stream, di_error* e) {
   const int64_t row_bytes = static_cast<int64_t>(p.groups) * p.k * 2, part = room / 2 / row_bytes;
   if (part < 1)
     return refuse(e, DI_UNSUPPORTED, "linear: a row needs %lld bytes of workspace, got %lld", static_cast<long long>(row_bytes),
@@ -237,7 +251,7 @@ int choose_gathered(const Problem& p, const di_tensor& x, const CUtensorMap& map
     const di_tensor rows = gather(q, data<__nv_bfloat16>(x) + first * row_stride(x), row_stride(x), stream);
     const int64_t taken = round_up(q.rows * row_bytes, 256);
     q.expanded += taken;
-    if (const int status = choose_dense(q, rows, map, room - taken, stream, e); status != DI_OK) return status;
+    if (const int status = choose_dense(q, rows, w, room - taken, stream, e); status != DI_OK) return status;
   }
   return DI_OK;
 }
@@ -254,12 +268,8 @@ int run_dense(Problem p, const char* op, const di_tensor& x, const di_tensor& w,
     plain_dense<<<grid, 256, 0, stream>>>(p, data<__nv_bfloat16>(x), row_stride(x), data<__nv_bfloat16>(w));
     return finish(e, op);
   }
-  CUtensorMap map;
-  if (!matrix_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, w.data, static_cast<int64_t>(p.groups) * p.n, p.k, p.k * 2, kTileFeatures,
-                  kDenseChunk, CU_TENSOR_MAP_SWIZZLE_128B))
-    return refuse(e, DI_FAILED, "%s: the driver refuses a map of the weight [%d, %d]", op, p.groups * p.n, p.k);
-  if (!lies_well(x, static_cast<int64_t>(p.groups) * p.k)) return choose_gathered(p, x, map, room, stream, e);
-  return choose_dense(p, x, map, room, stream, e);
+  if (!lies_well(x, static_cast<int64_t>(p.groups) * p.k)) return choose_gathered(p, x, w.data, room, stream, e);
+  return choose_dense(p, x, w.data, room, stream, e);
 }
 
 int run(const char* op, const di_tensor* t, int groups, int n, int k, cudaStream_t stream, void* ws, size_t ws_bytes, di_error* e) {

@@ -30,7 +30,8 @@ struct Config {
   static constexpr bool kSplit = kSlices == kApart || kSlices == kJoined;  // a block has one tile and one slice
   static constexpr int kThreads = kConsumers + 128, kConsumerRegisters = kAhead ? 208 : 240, kProducerRegisters = kAhead ? 88 : 24;
   static constexpr int kGroup = T <= 64 ? 4 : 2;  // k16 steps whose fragments are made and multiplied together
-  static constexpr int kCost = (T == 160 && !kDense ? 171 : T) * 128;  // products for a K, with what narrow tiles lose
+  // Products for a K, with what narrow tiles lose.
+  static constexpr int kCost = (kDense ? T : T == 160 ? 171 : T == 128 && kSlices == kInTurn ? 160 : T) * 128;
   static constexpr int kRowStage = T * 128, kWeightStage = kTileFeatures * kChunk;
   // Sums on their way out, a warpgroup's 64 columns: kPart rows of BF16, twice, or 32 rows of FP32; or a whole tile in the stages.
   static constexpr int kPart = T % 64 == 0 && !kAhead ? 64 : T < 32 ? T : 32, kWidePart = T < 32 ? T : 32, kWidePitch = 68;

@@ -29,6 +29,10 @@ SHAPES = [
     pytest.param(8, 2176, 256, True, id="groups of one slice"),
     pytest.param(0, 259, 96, True, id="neither N nor K fills a tile"),
     pytest.param(0, 384, 5120, False, id="bf16, few columns"),
+    pytest.param(0, 6, 5120, False, id="bf16, six columns"),
+    pytest.param(0, 37, 1000, False, id="bf16, an odd number of columns"),
+    pytest.param(4, 24, 512, False, id="bf16, groups"),
+    pytest.param(0, 2048, 5120, False, id="bf16, slices apart"),
     pytest.param(0, 16384, 5120, False, id="bf16, slices in turn"),
     pytest.param(4, 16, 72, False, id="bf16, groups that end within a step"),
 ]

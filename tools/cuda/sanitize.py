@@ -50,6 +50,8 @@ FURTHER = {
         "linear(T=2360,K=512,N=7936,x=u8,w=fp8_block32,out=bf16)",  # parts, of which the next is expanded meanwhile
         "linear(T=33,K=256,N=288,x=u8,w=fp8_block32,out=f32)",  # one slice
         "linear(T=20,K=256,N=288,x=u8,w=fp8_block32,out=f32)",
+        "linear(T=20,K=1024,N=40,x=bf16,w=bf16,out=f32)",  # eight slices of few columns
+        "linear(T=90,K=512,N=160,x=bf16,w=bf16,out=f32)",
         "linear(T=90,K=96,N=70,x=bf16,w=bf16,out=f32)",  # a tile of 96 rows, fewer of which are copied
     ],
     "sparse_attention": [  # more rows than multiprocessors, so that a block alone attends to a row, some to a second one
