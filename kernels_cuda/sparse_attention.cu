@@ -64,7 +64,7 @@ DI_EXPORT int di_sparse_attention(const di_tensor* t, int n, const di_params* p,
   a.out_row = t[OUT].stride[0], a.out_head = t[OUT].stride[1];
   a.heads = static_cast<int>(t[Q].shape[1]), a.block_rows = static_cast<int>(p->i[BLOCK_ROWS]);
   a.window_tokens = static_cast<int>(p->i[WINDOW_TOKENS]), a.scale = static_cast<float>(p->d[0]);
-  a.tokens = static_cast<int>(t[Q].shape[0]), a.requests = static_cast<int>(t[BASE].shape[0]), a.block = 1, a.unit = 1.0f;
+  a.tokens = static_cast<int>(t[Q].shape[0]), a.requests = static_cast<int>(t[BASE].shape[0]), a.block = 1;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   if (p->i[WINDOW_FORMAT] == DI_ROW_BF16) return launch_flat(a, t[Q], t[OUT], on, e);
   const bool fp4 = selects && p->i[COMPRESSED_FORMAT] == DI_FP4_16;

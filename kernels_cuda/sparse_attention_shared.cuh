@@ -26,7 +26,7 @@ struct Arguments {
   int tokens, requests, heads, chosen, block_rows, table_blocks, window_tokens;
   int block;  // Query rows of what `count` counts: one, or a request's draft block.
   float scale;
-  float unit;  // Values of BF16 rows are kept so many times too small.
+  float unit = 1.0f;  // Values of BF16 rows are kept so many times too small.
 };
 
 struct Shared {

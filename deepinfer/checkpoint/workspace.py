@@ -24,7 +24,7 @@ def workspace_bytes(
     """Step buffers for `max_rows` token rows, index scores, one long prefill's window, and two rotation tables."""
     buffers = Buffers(max_rows, torch.device("meta"))
     Blocks(text, numerics, buffers)
-    attention = Attention(text, numerics, SimpleNamespace(layout=layout), buffers, {})
+    attention = Attention(text, numerics, SimpleNamespace(layout=layout), buffers, {}, max_tokens)
     if text.engram_layer_ids:
         Engram(text, numerics, buffers, torch.zeros(text.vocab_size, dtype=torch.int32))
     if with_draft and text.draft_layers:

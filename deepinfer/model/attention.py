@@ -18,21 +18,26 @@ from deepinfer.model.load import BlockWeights
 from deepinfer.model.numerics import Numerics
 from deepinfer.model.state import BLOCK_TOKENS, State
 
-_SCORE_BYTES = 32 << 20
-"""Index scores are made for as many token rows at a time as fit here."""
+_SCORE_BYTES = 128 << 20
+"""Index scores are made for as many token rows at a time as fit here: enough to keep a device busy at 131 072 columns."""
 
 
 class Attention:
     """Runs the attention of one block: `__call__(block, topology, meta, views)` leaves the result in views.y."""
 
-    def __init__(self, text: Any, numerics: Numerics, state: State, buffers: Buffers, tables: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, text: Any, numerics: Numerics, state: State, buffers: Buffers, tables: dict[str, torch.Tensor], max_tokens: int
+    ) -> None:
+        """max_tokens: longest sequence."""
         self.text, self.numerics, self.state, self.tables = text, numerics, state, tables
         self.scale = text.head_dim**-0.5
         self.eps = text.rms_norm_eps
         self.pool_columns = text.candidate_topk_blocks * text.candidate_block_size
         self._define(buffers)
         self.flat = torch.zeros(0, state.layout.window_row_bytes, dtype=torch.uint8, device=buffers.device)
-        self.scores = torch.zeros(_SCORE_BYTES // 4, dtype=torch.float32, device=buffers.device)
+        columns = max_tokens + text.candidate_block_size  # a pool's are whole blocks
+        scores = min(_SCORE_BYTES // 4, buffers.max_rows * columns)
+        self.scores = torch.zeros(scores, dtype=torch.float32, device=buffers.device)
 
     def _define(self, buffers: Buffers) -> None:
         text, dtype = self.text, self.numerics.stream_dtype

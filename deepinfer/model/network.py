@@ -41,7 +41,7 @@ class Network:
         self.outputs = Buffers(max_logit_rows, device)
         self.tables = {kind: rope_table(text, kind, max_tokens, device) for kind in ("plain", "yarn")}
         self.blocks = Blocks(text, numerics, self.buffers)
-        self.attention = Attention(text, numerics, state, self.buffers, self.tables)
+        self.attention = Attention(text, numerics, state, self.buffers, self.tables, max_tokens)
         has_engram = token_map is not None and bool(text.engram_layer_ids)
         self.engram = Engram(text, numerics, self.buffers, token_map) if has_engram else None
         self.buffers.define("ids", (), torch.int32)

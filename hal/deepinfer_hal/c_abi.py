@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,11 @@ class CLibrary:
 
     def bind(self, card: OpCard) -> Callable[..., None]:
         """The call of one op, taking the card's arguments in order."""
-        call = self.function(card.name)
+        call, pack_args, count = self.function(card.name), self._packer(card), len(card.signature)
 
         def bound(*values: Any, **named: Any) -> None:
-            call(*self._pack_args(card, card.bind_args(values, named)))
+            whole = len(values) == count and not named
+            call(*pack_args(values if whole else card.bind_args(values, named).values()))
 
         return bound
 
@@ -149,28 +150,34 @@ class CLibrary:
 
         return call
 
-    def _pack_args(self, card: OpCard, args: Mapping[str, Any]) -> tuple[list[bytes], list[int], list[float]]:
-        tensors: list[bytes] = []
-        integers: list[int] = []
-        numbers: list[float] = []
-        for arg in card.signature:
-            value = args[arg.name]
-            if arg.is_tensor:
-                tensors.append(self.pack(value))
-            elif arg.kind == "weight":
-                tensors += self.pack_weight(value)
-            elif arg.kind == "float":
-                numbers.append(float(value))
-            elif arg.kind == "comm":
-                raise Unsupported(f"{card.name}: a communicator has no form in the C ABI; offer this op from Python")
-            elif arg.kind == "str":
-                integers.append(_string_code(card, arg.name, value))
-            else:
-                integers.append(int(value))
-        return tensors, integers, numbers
+    def _packer(self, card: OpCard) -> Callable[[Iterable[Any]], tuple[list[bytes], list[int], list[float]]]:
+        """What packs a call's arguments, given in order: what depends on the card alone is decided once."""
+        kinds = tuple("tensor" if arg.is_tensor else arg.kind for arg in card.signature)
+        pack, pack_weight = self.pack, self.pack_weight
+
+        def pack_args(values: Iterable[Any]) -> tuple[list[bytes], list[int], list[float]]:
+            tensors: list[bytes] = []
+            integers: list[int] = []
+            numbers: list[float] = []
+            for at, (kind, value) in enumerate(zip(kinds, values, strict=True)):
+                if kind == "tensor":
+                    tensors.append(pack(value))
+                elif kind == "weight":
+                    tensors += pack_weight(value)
+                elif kind == "float":
+                    numbers.append(float(value))
+                elif kind == "comm":
+                    raise Unsupported(f"{card.name}: a communicator has no form in the C ABI; offer this op from Python")
+                elif kind == "str":
+                    integers.append(_string_code(card, at, value))
+                else:
+                    integers.append(int(value))
+            return tensors, integers, numbers
+
+        return pack_args
 
 
-def _string_code(card: OpCard, name: str, value: str) -> int:
+def _string_code(card: OpCard, place: int, value: str) -> int:
     if value not in STRING_CODES:
-        raise BadCall(f"{card.name}: {name} is {value!r}; known: {', '.join(STRING_CODES)}")
+        raise BadCall(f"{card.name}: {card.arg_names[place]} is {value!r}; known: {', '.join(STRING_CODES)}")
     return STRING_CODES[value]

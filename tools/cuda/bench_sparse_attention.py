@@ -7,18 +7,20 @@
 
 Decode: 64, 256 and 1536 query rows, one or six of a request; a ring of 134 window rows of fp8_32 (128 of them keys) and 512 of
 4096 compressed rows of fp4_16, chosen at random, in shuffled blocks of 64. Prefill: 4096 queries of one request with 65 536
-compressed rows; 512 or 1024 of them and a window of 128 from a flat store, or 640 and none. Random codes, scales and queries.
+compressed rows; 512 or 1024 of them and a window of 128 from a flat store, or 640 and none; the call expands all of them first,
+in its workspace. Random codes, scales and queries.
 
 Flat: the same prefill over BF16 stores that load_kv decodes beforehand, 640 or 1152 rows in any order, or 512 or 1024 ascending
 ones and a window of 128; bits_of_the_caches_rows: all bits are those of the same call over the caches. with_load_kv_us has the
 decoding of all 65 536 rows and of the window's in the graph, load_kv_share is what that adds.
 
-A graph holds one call on each of several problems that together exceed the last-level cache; a time is the median over replays
-of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in float64, and a
-row alone must have the bits that it has in the batch. In the same run: the rates of a large copy and of a large BF16 product,
-and, at 256 rows, torch's own products and softmax over keys gathered and decoded beforehand. floor_us is the time of the work
-at the product's rate, had the weights been one BF16 number each; the kernel's two parts make it half as much again. Beside each
-time stand the GPU's clock and power in such replays. The report is stored after every size.
+A graph holds one call on each of several problems that together exceed the last-level cache; a time is the median over
+replays of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in
+float64, and a row alone, for which nothing is expanded first, must have the bits that it has in the batch. In the same run:
+the rates of a large copy and of a large BF16 product, and, at 256 rows, torch's own products and softmax over keys gathered
+and decoded beforehand. floor_us is the time of the work at the product's rate, had the weights been one BF16 number each;
+the kernel's two parts make it half as much again. Beside each time stand the GPU's clock and power in such replays. The
+report is stored after every size.
 """
 
 from __future__ import annotations
