@@ -221,6 +221,14 @@ __device__ __forceinline__ void tensor_copy(void* to, const CUtensorMap* map, in
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 
+// The same, with an L2 policy.
+__device__ __forceinline__ void tensor_copy_hint(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier,
+                                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
+          shared_address(to)), "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy) : "memory");
+}
+
 // One box of a map of three dimensions, from (plane, row, column) on.
 __device__ __forceinline__ void tensor_copy3(void* to, const CUtensorMap* map, int column, int row, int plane, uint64_t* barrier) {
   asm volatile(
@@ -280,6 +288,13 @@ __device__ __forceinline__ void async_copies_done() { asm volatile("cp.async.wai
 // The barrier gets this thread's arrival once its earlier async copies have landed (its count includes that arrival).
 __device__ __forceinline__ void async_copy_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// An 8 x 8 matrix of 16-bit elements, turned: lane l has the elements 2 (l % 4) and + 1 of row l / 4.
+__device__ __forceinline__ uint32_t transpose_pairs(uint32_t pair) {
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
 }
 
 // Shared memory by address.

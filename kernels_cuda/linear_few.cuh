@@ -10,9 +10,22 @@
 
 #include "linear_combine.cuh"
 #include "linear_few_meet.cuh"
+#include "linear_few_near.cuh"
+#include "linear_few_pairs.cuh"
 #include "linear_few_products.cuh"
 
 namespace di::linear {
+
+// The only slice.
+template <typename C>
+__device__ __forceinline__ void store_whole(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id, int valid,
+                                            const float (&sums)[C::T / 2]) {
+  const UnitStore<C> store(shared, p, w, id, 0, valid);
+  if (store.rows != nullptr) named_barrier_sync(3, C::kConsumers);  // all have read the stages
+#pragma unroll
+  for (int j = 0; j < C::kUnits; ++j) store.put(j, unit_of(sums, j));
+  store.finish(C::kUnits);
+}
 
 // words: the scales of the warp's weight rows; top: of their window, 0 where F16 is not used.
 template <typename C>
@@ -31,15 +44,17 @@ __device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Pr
   const FewPlan& late = shared.call().plan;
   if constexpr (C::kSlices == kApart) {
     consumer.stage(p.partial + static_cast<int64_t>(w.tile * p.slices + w.slice) * (C::T * kTilePitch), kTilePitch, sums, undo);
-  } else if constexpr (C::kSlices == kJoined) {
-    consumer.undo_factors(sums, undo);
-    meet_joined<C>(shared, q, late, w, id, valid, sums);
-  } else {
+  } else if constexpr (C::kSlices == kNear && !C::kMail) {
     named_barrier_sync(3, C::kConsumers);  // all have read the stages, which the sums now replace
     consumer.stage(shared.tile(), C::kPitch, sums, undo);
     named_barrier_sync(3, C::kConsumers);
-    if constexpr (C::kSlices == kNear) store_near<C>(shared, q, late, w, id, valid);
-    else store_whole<C>(shared, q, w, id, valid);
+    store_near<C>(shared, q, late, w, id, valid);
+  } else {
+    consumer.undo_factors(sums, undo);
+    if constexpr (C::kSlices == kJoined) meet_joined<C>(shared, q, late, w, id, valid, sums);
+    else if constexpr (C::kSlices == kPaired) meet_paired<C>(shared, q, w, id, valid, sums);
+    else if constexpr (C::kSlices == kNear) meet_near<C>(shared, q, late, w, id, valid, sums);
+    else store_whole<C>(shared, q, w, id, valid, sums);
   }
 }
 
@@ -69,7 +84,7 @@ __device__ __forceinline__ void work_few(const FewShared<C>& shared, const Probl
       expand_steps<C, false>(shared, w, id - C::kConsumers);
     }
     __syncwarp();
-    if (C::kSlices == kJoined) cluster_wait();
+    if (C::kClusters) cluster_wait();
   }
 }
 
@@ -79,7 +94,7 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
            const __grid_constant__ FewPlan plan) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const FewShared<C> shared{memory};
-  const FewWork w = FewWork::of(plan);
+  const FewWork w = FewWork::of<C>(plan);
   const int id = threadIdx.x - C::kConsumers;
   launch_dependents();  // they wait for this kernel's end, whatever they do before
   FewScales<C> asked;
@@ -104,22 +119,22 @@ few_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_constant
 #pragma unroll
       for (int i = 0; i < C::G; ++i)
         mbarrier_arrive_expect(shared.sums_full(i), FewShare::of(plan, p.slices, w.slice, i).units * (p.slices - 1) * kUnitBytes);
+    if (C::kSlices == kPaired && w.slice != 0)
+#pragma unroll
+      for (int i = 0; i < C::G; ++i) mbarrier_arrive_expect(shared.sums_full(i), C::kUnits / 2 * kUnitBytes);
   }
   __syncthreads();
-  if (C::kSlices == kJoined) cluster_arrive_relaxed();  // barriers have a fence of their own; releasing would wait for the scales
+  if (C::kClusters) cluster_arrive_relaxed();  // barriers have a fence of their own; releasing would wait for the scales
   if (id < C::kExpanders) {
     work_few<C>(shared, p, w, threadIdx.x, asked);
   } else {
     if constexpr (C::kUneven) registers_down<C::kCopierRegisters>();
     if (id == C::kExpanders) copy_few_weights<C>(shared, &weight_map, p, w);
     else if (id == C::kExpanders + 32) copy_few_rows<C>(shared, &row_map, p, w);
+    else if (C::kMail && id / 32 == C::kExpanders / 32 + 2) open_mail<C>(shared, w);
+    else if (C::kSlices == kPaired && id / 32 == C::kExpanders / 32 + 2) open_pair_mail<C>(shared, w);
     __syncwarp();
-    if (C::kSlices == kJoined) cluster_wait();
-  }
-  if (C::kSlices == kJoined) {
-    __syncwarp();  // lanes waited and stored by themselves
-    cluster_arrive_relaxed();  // no block ends while its sums are being sent
-    cluster_wait();
+    if (C::kClusters) cluster_wait();
   }
 }
 

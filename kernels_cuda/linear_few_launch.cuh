@@ -25,14 +25,14 @@ template <typename C>
 int launch_few(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cudaStream_t stream, di_error* e) {
   p.row_tiles = 1, p.partial = reinterpret_cast<float*>(p.expanded);
   const auto tiles = static_cast<unsigned>(ceil_div(p.n, C::kFeatures));
-  const dim3 grid(static_cast<unsigned>(p.slices), tiles, static_cast<unsigned>(p.groups));
+  dim3 grid(static_cast<unsigned>(p.slices), tiles, static_cast<unsigned>(p.groups));
+  if (C::kSlices == kPaired) grid = dim3(2, tiles / 2 * 3);
   FewPlan plan = {};
   plan.flags = reinterpret_cast<uint64_t*>(p.expanded + few_sums_bytes(p, C::T)), plan.nonce = next_nonce();
-  const int parts = C::kSlices == kJoined ? C::kUnits : C::T;
   for (int i = 0; i <= p.slices; ++i)
-    plan.step[i] = static_cast<uint16_t>(p.slice_start(i)), plan.part[i] = static_cast<uint16_t>(parts * i / p.slices);
+    plan.step[i] = static_cast<uint16_t>(p.slice_start(i)), plan.part[i] = static_cast<uint16_t>(C::kUnits * i / p.slices);
   if (allow_shared<few_kernel<C>>(C::kShared) != cudaSuccess) return finish(e, "linear: shared memory");
-  const int cluster = C::kSlices == kJoined ? p.slices : 1;
+  const int cluster = C::kSlices == kJoined ? p.slices : C::kSlices == kPaired ? 2 : 1;
   launch_clusters(few_kernel<C>, grid, C::kThreads, C::kShared, stream, cluster, true, map, row_map, p, plan);
   if constexpr (C::kSlices == kApart)
     launch_early(combine_slices<C::T>, dim3(grid.y * grid.z * (C::T / kCombineRows)), kCombineThreads, 0, stream, p);
@@ -56,6 +56,10 @@ bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStre
   if (tiles <= resident_clusters<few_kernel<Joined>>(p.slices, Joined::kThreads, Joined::kShared))
     return *status = launch_few<Joined>(p, map, row_map, stream, e), true;
   if (few_bytes(p, T) > room) return false;
+  using Paired = FewConfig<T, 2, kPaired>;
+  if (p.slices == 3 && p.groups == 1 && tiles % 2 == 0 &&
+      tiles / 2 * 3 <= resident_clusters<few_kernel<Paired>>(2, Paired::kThreads, Paired::kShared))
+    return *status = launch_few<Paired>(p, map, row_map, stream, e), true;
   if (p.slices <= kMostNearSlices && tiles * p.slices <= multiprocessors())
     return *status = launch_few<FewConfig<T, 2, kNear>>(p, map, row_map, stream, e), true;
   return *status = launch_few<FewConfig<T, 2, kApart>>(p, map, row_map, stream, e), true;

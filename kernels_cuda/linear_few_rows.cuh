@@ -85,10 +85,16 @@ struct FewScales {
   static __device__ __forceinline__ FewScales ask(const Problem& p, const FewWork& w, int id) {
     FewScales asked;
     asked.weights = id < C::kConsumers ? ask_weight_scales<C>(p, w, id) : 0x7F7F7F7Fu;
-    wait_for_predecessor();
     const int lane = id % 32, columns = p.scale_columns(), column = (w.start + lane) * 4;
     const uint8_t* from = p.x_scale + static_cast<int64_t>(w.at.group) * columns;
     const bool words = (reinterpret_cast<uintptr_t>(from) | p.x_scale_stride | columns) % 4 == 0;
+    const bool begins = lane < w.steps && (lane % 8 == 0 || lane == w.steps - 1);  // a sector of 32 bytes, or ends in one
+#pragma unroll
+    for (int i = 0; C::G == 2 && i < kItems; ++i) {  // L2 has them, ahead of the weights, once the kernel before has ended
+      const int row = id / 32 + i * kWarps;
+      if (begins && row < min(C::T, p.rows)) prefetch_line_l2(from + row * p.x_scale_stride + column);
+    }
+    wait_for_predecessor();
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {  // before it is known which rows are valid
       const int row = id / 32 + i * kWarps;

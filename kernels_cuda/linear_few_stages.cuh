@@ -7,15 +7,15 @@
 
 namespace di::linear {
 
-// What the host divides, so that a block begins without divisions. Block (slice, feature tile, group).
+// What the host divides, so that a block begins without divisions.
 struct FewPlan {
-  uint64_t* flags;  // kNear: [tiles][to slice][from slice] in the workspace
+  uint64_t* flags;  // in the workspace, [tiles][slice that posts][slice that reads]; kPaired: [tiles][slice that reads - 1]
   uint64_t nonce;   // of this call
   uint16_t step[kMostSlices + 1];  // where a slice begins
-  uint16_t part[kMostSlices + 1];  // first of the rows of a tile that its block adds; kJoined: of the units
+  uint16_t part[kMostSlices + 1];  // first of the units that its block adds
 };
 
-// Sums that meet in a cluster (linear_few_meet.cuh): a unit is eight rows by 64 columns; results lie as rows of a pitch in words.
+// Sums leave in units of eight rows by 64 columns (linear_few_units.cuh); as rows they lie at a pitch in words.
 constexpr int kUnitBytes = 2048, kHalfPitch = 68;
 
 // The most units that a block of two warpgroups gets from others, of `units` a warpgroup.
@@ -36,11 +36,15 @@ struct FewCall {
   FewPlan plan;
 };
 
-// G: warpgroups that multiply, 64 weight rows each. Slices meet as in linear_stages.cuh, or kNear (linear_few_meet.cuh).
+// G: warpgroups that multiply, 64 weight rows each. Slices meet as in linear_stages.cuh, or kNear
+// (linear_few_mail.cuh, linear_few_near.cuh) or kPaired (linear_few_pairs.cuh).
 template <int T_, int G_, Slices kSlices_>
 struct FewConfig {
   static constexpr int T = T_, G = G_, kFeatures = 64 * G, kUnits = T / 8;
   static constexpr Slices kSlices = kSlices_;
+  static constexpr bool kClusters = kSlices == kJoined || kSlices == kPaired;
+  static constexpr bool kMail = kSlices == kNear && T < 64;  // slices meet word by word (linear_few_mail.cuh), not by flags
+  static constexpr int kMostUnits = kSlices == kOne ? kUnits : (kUnits + 1) / 2;  // that a warpgroup adds
   static constexpr int kConsumers = 128 * G, kExpanders = G == 2 && T > 16 ? 256 : 128, kThreads = kConsumers + kExpanders + 128;
   static constexpr bool kUneven = T == 64;  // warpgroups have as many registers as their work needs
   static constexpr int kConsumerRegisters = G == 2 ? 128 : 96, kExpanderRegisters = 72, kCopierRegisters = 24;
@@ -51,28 +55,38 @@ struct FewConfig {
   static constexpr int kRowStage = T * 256, kRawStage = T * kChunk, kWeightStage = kFeatures * kChunk;
   static constexpr int kParts = T / 16;  // warps that expand a step of rows: 32 rows of a sub-tile each, or 16 of both
   static constexpr int kPitch = kFeatures + 4;
-  static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 1 + G;
+  static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 2 + G;
   static constexpr int kRaw = kRowStages * kRowStage, kWeights = kRaw + kRawStages * kRawStage;
   static constexpr int kReceived = kWeights + kWeightStages * kWeightStage;  // other slices' sums of this block's units
-  static constexpr int kScales = kReceived + (kSlices == kJoined ? most_received(kUnits) * kUnitBytes : 0);
-  static constexpr int kResults = G * kUnits * kUnitBytes, kResult = (kUnits + 1) / 2 * 8 * kHalfPitch * 4;  // in the stages
+  static constexpr int kReceivedUnits = kSlices == kJoined ? most_received(kUnits) : kSlices == kPaired ? G * kUnits / 2 : 0;
+  static constexpr int kScales = kReceived + kReceivedUnits * kUnitBytes;
+  // A warpgroup's own sums, and results, in the stages' place.
+  static constexpr int kOwn = kSlices == kOne ? 0 : kMostUnits * kUnitBytes, kResult = kMostUnits * 8 * kHalfPitch * 4;
   static constexpr int kUndo = kScales + T * kScalePitch * 4;
   static constexpr int kBarrierPlace = (kUndo + T * 4 + 7) / 8 * 8;
   static constexpr int kCall = kBarrierPlace + (kBarriers + 1) / 2 * 16;
   static constexpr int kShared = kCall + sizeof(FewCall);
-  static_assert(kShared <= 232448 && T * kPitch * 4 <= kReceived && kRaw % 1024 == 0 && kWeights % 1024 == 0);
-  static_assert(kSlices != kJoined || kResults + G * kResult <= kReceived);
+  static_assert(kShared <= 232448 && kRaw % 1024 == 0 && kWeights % 1024 == 0);
+  static_assert(G * (kOwn + kResult) <= kReceived && T * kPitch * 4 <= kReceived);
 };
 
-// What a block does: a tile and the steps of a slice.
+// What a block does: a tile and the steps of a slice. Block (slice, feature tile, group), but for pairs.
 struct FewWork {
   Place at;
   int tile, slice, start, steps;
 
+  template <typename C>
   static __device__ __forceinline__ FewWork of(const FewPlan& plan) {
     FewWork w;
-    w.slice = blockIdx.x, w.at = {0, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
-    w.tile = blockIdx.z * gridDim.y + blockIdx.y;
+    if constexpr (C::kSlices == kPaired) {
+      // of two tiles, the first slices, then the pair of either: as near as can be, since blocks of a tile wait for each other
+      const int rank = blockIdx.x, which = blockIdx.y % 3, tiles = blockIdx.y / 3 * 2;
+      w.tile = tiles + (which == 0 ? rank : which - 1), w.slice = which == 0 ? 0 : 1 + rank;
+      w.at = {0, w.tile, 0};
+    } else {
+      w.slice = blockIdx.x, w.at = {0, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+      w.tile = blockIdx.z * gridDim.y + blockIdx.y;
+    }
     w.start = plan.step[w.slice], w.steps = plan.step[w.slice + 1] - w.start;
     return w;
   }
@@ -86,7 +100,11 @@ struct FewShared {
   __device__ uint8_t* weights(int stage) const { return base + C::kWeights + stage * C::kWeightStage; }
   __device__ float* tile() const { return reinterpret_cast<float*>(base); }
   __device__ float4* received() const { return reinterpret_cast<float4*>(base + C::kReceived); }
-  __device__ float* result(int warpgroup) const { return reinterpret_cast<float*>(base + C::kResults + warpgroup * C::kResult); }
+  // A warpgroup's sums and results, in place of the stages.
+  __device__ float4* own_units(int warpgroup) const { return reinterpret_cast<float4*>(base + warpgroup * C::kOwn); }
+  __device__ float* results(int warpgroup) const {
+    return reinterpret_cast<float*>(base + C::G * C::kOwn + warpgroup * C::kResult);
+  }
   __device__ uint32_t* scales() const { return reinterpret_cast<uint32_t*>(base + C::kScales); }
   __device__ float* undo() const { return reinterpret_cast<float*>(base + C::kUndo); }
   __device__ FewCall& call() const { return *reinterpret_cast<FewCall*>(base + C::kCall); }
@@ -98,7 +116,8 @@ struct FewShared {
   __device__ uint64_t* weights_full(int stage) const { return barrier(2 * (C::kRowStages + C::kRawStages) + stage); }
   __device__ uint64_t* weights_empty(int stage) const { return weights_full(stage) + C::kWeightStages; }
   __device__ uint64_t* scales_known() const { return barrier(C::kBarriers - 1); }
-  __device__ uint64_t* sums_full(int warpgroup) const { return barrier(C::kBarriers - 2 - warpgroup); }
+  __device__ uint64_t* may_post() const { return barrier(C::kBarriers - 2); }
+  __device__ uint64_t* sums_full(int warpgroup) const { return barrier(C::kBarriers - 3 - warpgroup); }
 };
 
 // Those that no copy completes on before the block has met. A thread that has asked for scales must not do it: the fence before
@@ -117,6 +136,7 @@ __device__ __forceinline__ void init_few_barriers(const FewShared<C>& shared) {
 #pragma unroll
   for (int i = 0; i < C::G; ++i) mbarrier_init(shared.sums_full(i), 1);
   mbarrier_init(shared.scales_known(), 1);
+  mbarrier_init(shared.may_post(), 1);
   fence_mbarrier_init();
 }
 
@@ -129,8 +149,8 @@ __device__ __forceinline__ void copy_few_step(const FewShared<C>& shared, const 
   mbarrier_arrive_expect(shared.weights_full(stage), C::kWeightStage);
 #pragma unroll
   for (int part = 0; part < C::G / 2; ++part)
-    tensor_copy(shared.weights(stage) + part * (kTileFeatures * kChunk), map, (w.start + step) * kChunk,
-                row + part * kTileFeatures, shared.weights_full(stage));
+    tensor_copy_hint(shared.weights(stage) + part * (kTileFeatures * kChunk), map, (w.start + step) * kChunk,
+                     row + part * kTileFeatures, shared.weights_full(stage), evict_first_policy());  // nobody reads them again
 }
 // The first steps, while the kernel before still runs; this thread makes their barriers. Not as many as there are stages: the
 // rows' scales, for which all wait then, would queue behind them.

@@ -10,8 +10,9 @@ namespace di::linear {
 
 // How the slices of K meet: there is one; a block goes through all of them, with a second set of sums, or puts the sums so far
 // aside, in the workspace; each has its own block, which leaves its sums in the workspace for linear_combine.cuh; or these blocks
-// are a cluster and add in shared memory; or they wait for one another's sums in the workspace (few rows).
-enum Slices : int { kOne, kInTurn, kAside, kApart, kJoined, kNear };
+// are a cluster and add in shared memory; or, of few rows, they wait for one another's sums in the workspace, or two of three do
+// so for the third's and are a cluster.
+enum Slices : int { kOne, kInTurn, kAside, kApart, kJoined, kNear, kPaired };
 
 // T: activation rows of a tile. Stages: sub-tiles of rows (an even number), steps of weights.
 // kOperands: what becomes of the rows.

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 SHAPES = [
     pytest.param(0, 1280, 5120, True, id="eight slices"),
     pytest.param(0, 5120, 8192, True, id="three slices"),
+    pytest.param(0, 5152, 1024, True, id="three slices of tiles that are no pairs"),
     pytest.param(0, 32768, 1280, True, id="one slice"),
     pytest.param(8, 1024, 4096, True, id="groups"),
     pytest.param(0, 17024, 5120, True, id="more steps than a block keeps scales for"),
