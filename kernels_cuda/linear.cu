@@ -112,16 +112,24 @@ int start(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t s
   return DI_OK;
 }
 
+// Rounds of blocks that row tiles take at once, and in parts of `part` tiles.
+template <typename C>
+int64_t rounds_of(const Problem& p, int64_t row_tiles) {
+  return ceil_div(row_tiles * p.groups * p.feature_tiles(), multiprocessors());
+}
+template <typename C>
+int64_t rounds_in_parts(const Problem& p, int64_t part) {
+  const int64_t tiles = ceil_div(p.rows, C::T);
+  return tiles / part * rounds_of<C>(p, part) + rounds_of<C>(p, tiles % part);
+}
+
 // Row tiles of a part, at most `fit`: the fewest with which the parts together take the least rounds of blocks.
 template <typename C>
 int64_t even_part(const Problem& p, int64_t fit) {
-  const int64_t tiles = ceil_div(p.rows, C::T), columns = static_cast<int64_t>(p.groups) * p.feature_tiles();
-  const auto rounds = [&](int64_t row_tiles) { return ceil_div(row_tiles * columns, multiprocessors()); };
-  int64_t best = 1, least = INT64_MAX;
-  for (int64_t part = 1; part <= fit && part <= tiles; ++part) {
-    const int64_t all = tiles / part * rounds(part) + rounds(tiles % part);
-    if (all < least) least = all, best = part;
-  }
+  const int64_t tiles = ceil_div(p.rows, C::T);
+  int64_t best = 1;
+  for (int64_t part = 2; part <= fit && part <= tiles; ++part)
+    if (rounds_in_parts<C>(p, part) < rounds_in_parts<C>(p, best)) best = part;
   return best;
 }
 
@@ -132,12 +140,12 @@ int64_t ahead_tiles(const Problem& p, int64_t room) {
   return left < 0 ? 0 : left / (2 * tile_bytes(p, C::T));
 }
 
-// Row tiles of a part where parts are expanded ahead: two rounds of blocks or so. A part ends with multiprocessors that wait, and
-// nothing hides the expansion of the first. 0 where there is no room.
+// Row tiles of a part where parts are expanded ahead: two rounds of blocks or so, one where there are not two such parts. A part
+// ends with multiprocessors that wait, and nothing hides the expansion of the first. 0 where there is no room.
 template <typename C>
 int64_t ahead_part(const Problem& p, int64_t room) {
   const int64_t fit = ahead_tiles<C>(p, room), even = even_part<C>(p, fit);
-  return fit < 1 ? 0 : 2 * even <= fit ? 2 * even : even;
+  return fit < 1 ? 0 : 2 * even <= fit && 4 * even <= ceil_div(p.rows, C::T) ? 2 * even : even;
 }
 
 // Goes through the rows in parts, of which the next is expanded while one is multiplied.
@@ -172,13 +180,14 @@ int64_t cost(const Problem& p) {
   return ceil_div(tiles * slices, multiprocessors()) * (C::kCost * static_cast<int64_t>(p.k) / slices) + sums * 5;
 }
 
-// Whether the rows are so many, three parts and more, that it pays to expand them ahead, and the room so large that a part is more
-// than one round of blocks. Two slices: each more is another time that sums go to the workspace and back.
+// Whether it pays to expand rows ahead, where other tiles cost `otherwise`: there are two parts and more, and they take hardly more
+// rounds than all rows at once. Of up to four rounds the first part's expansion is a tenth. Two slices: each more is another time
+// that sums go to the workspace and back.
 template <typename C>
-bool goes_ahead(const Problem& p, int64_t room) {
-  const int64_t part = ahead_part<C>(p, room);
-  const bool rounds = part * p.feature_tiles() * p.groups > multiprocessors();
-  return p.slices == 2 && rounds && ceil_div(p.rows, C::T) > 2 * part && cost<C>(p) < cost<InTurn160>(p);
+bool goes_ahead(const Problem& p, int64_t room, int64_t otherwise) {
+  const int64_t part = ahead_part<C>(p, room), tiles = ceil_div(p.rows, C::T), rounds = rounds_of<C>(p, tiles);
+  if (p.slices != 2 || part < 1 || tiles < 2 * part || rounds_in_parts<C>(p, part) > rounds + rounds / 8) return false;
+  return cost<C>(p) / 10 * (rounds <= 4 ? 11 : 10) < otherwise;
 }
 
 // Whether tiles of 128 rows are faster than those of 160. They must keep five sixths of the multiprocessors busy, since they bring
@@ -194,9 +203,9 @@ int choose_slices(const Problem& p, const CUtensorMap& map, int64_t room, cudaSt
     return joins<Joined128>(p) ? launch<Joined128>(p, map, map, stream, e) : start_apart<Apart128>(p, map, stream, e);
   const bool by_128 = turns_by_128(p);
   const int64_t in_turn = by_128 ? cost<InTurn128>(p) : cost<InTurn160>(p), apart = fits(256) ? cost<Apart256>(p) : INT64_MAX;
+  if (p.rows > 256 && goes_ahead<Ahead256>(p, room, std::min(apart, in_turn))) return start_ahead<Ahead256>(p, map, room, stream, e);
   if (fits(256) && (p.rows <= 256 || apart < in_turn))
     return joins<Joined256>(p) ? launch<Joined256>(p, map, map, stream, e) : start_apart<Apart256>(p, map, stream, e);
-  if (goes_ahead<Ahead256>(p, room)) return start_ahead<Ahead256>(p, map, room, stream, e);
   return by_128 ? start<InTurn128>(p, map, room, stream, e) : start<InTurn160>(p, map, room, stream, e);
 }
 

@@ -83,37 +83,60 @@ __global__ void __launch_bounds__(kExpanders) expand_rows(const Problem p) {
 
 // ---- the rows of the next part, by idle warps of the product of this one
 
-// Items item, item + stride, .. of all (group, row tile of T rows, k step, kAheadRows of its rows). A lane has piece lane % 8 of four
-// rows, which are all even or all odd among the warp's, as in expand_rows. `staging`: kAheadBytes of shared memory.
+// kAheadRows rows of two sub-tiles: a lane has piece lane % 8 of four of them, which are all even or all odd among the warp's, as in
+// expand_rows.
 template <int T>
-__device__ __forceinline__ void expand_ahead(const Problem& p, uint8_t* staging, int item, int stride, int lane) {
-  constexpr int kParts = T / kAheadRows, kItems = kAheadRows / 4;
-  const int valid = next_valid_rows(p), piece = lane % 8, sub_tile = piece % 2;
-  const uint32_t place = shared_address(staging) + sub_tile * (kAheadRows * 128) + piece / 2 * 4;
-#pragma unroll 1
-  for (; item < p.groups * p.next_row_tiles * p.chunks() * kParts; item += stride) {
-    const int part = item % kParts, step = item / kParts, tile = step / p.chunks(), group = tile / p.next_row_tiles;
-    const int first = (tile - group * p.next_row_tiles) * T + part * kAheadRows;
-    if (first >= valid) continue;
-    const int in_group = (step - tile * p.chunks()) * kChunk + piece * 16, left = in_group < p.k ? valid - first : 0;
+struct AheadItem {
+  static constexpr int kParts = T / kAheadRows, kItems = kAheadRows / 4;
+  Piece pieces[kItems];
+  int step;  // whose sub-tiles these are, of all groups' and row tiles'
+
+  static __device__ __forceinline__ int row_of(int i, int lane) { return i / 2 * 8 + lane / 8 * 2 + i % 2; }
+
+  // Asks for the codes of item (group, row tile that has rows, k step, part).
+  __device__ __forceinline__ void load(const Problem& p, int item, int valid, int lane) {
+    const int chunks = p.chunks(), tiles = (valid + T - 1) / T, tile = item / kParts / chunks, chunk = item / kParts - tile * chunks;
+    const int group = tile / tiles, row_tile = tile - group * tiles, first = row_tile * T + item % kParts * kAheadRows;
+    const int in_group = chunk * kChunk + lane % 8 * 16, left = in_group < p.k ? valid - first : 0;
+    step = (group * p.next_row_tiles + row_tile) * chunks + chunk;
     const int64_t column = static_cast<int64_t>(group) * p.k + in_group;
-    const auto row_of = [&](int i) { return i / 2 * 8 + lane / 8 * 2 + i % 2; };
-    Piece pieces[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
-      pieces[i] = load_piece(p, row_of(i) < left, static_cast<int64_t>(p.rows) + first + row_of(i), column);
+      pieces[i] = load_piece(p, row_of(i, lane) < left, static_cast<int64_t>(p.rows) + first + row_of(i, lane), column);
+  }
+  // `staging`: kAheadBytes of shared memory.
+  __device__ __forceinline__ void store(const Problem& p, int item, uint8_t* staging, int lane) const {
+    const int sub_tile = lane % 2;
+    const uint32_t place = shared_address(staging) + sub_tile * (kAheadRows * 128) + lane % 8 / 2 * 4;
     if (lane == 0) bulk_store_wait_read();  // the item before has left the staging room
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) store_piece(place + row_of(i) * 128 + ((sub_tile ^ row_of(i) % 8) << 4), 0, pieces[i]);
+    for (int i = 0; i < kItems; ++i) store_piece(place + row_of(i, lane) * 128 + ((sub_tile ^ row_of(i, lane) % 8) << 4), 0, pieces[i]);
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
-      uint8_t* to = p.next_expanded + static_cast<int64_t>(step) * (2 * T * 128) + part * (kAheadRows * 128);
+      uint8_t* to = p.next_expanded + static_cast<int64_t>(step) * (2 * T * 128) + item % kParts * (kAheadRows * 128);
       bulk_store_begin(to, staging, kAheadRows * 128);
       bulk_store_begin(to + T * 128, staging + kAheadRows * 128, kAheadRows * 128);
       bulk_store_commit();
     }
+  }
+};
+
+// Items item, item + stride, .. of all. The next item's codes are on their way while one is stored: three warps of a block with one
+// item each under way take as long as the product.
+template <int T>
+__device__ __forceinline__ void expand_ahead(const Problem& p, uint8_t* staging, int item, int stride, int lane) {
+  const int valid = next_valid_rows(p), items = p.groups * ((valid + T - 1) / T) * p.chunks() * AheadItem<T>::kParts;
+  AheadItem<T> one, other;
+  if (item < items) one.load(p, item, valid, lane);
+#pragma unroll 1
+  for (; item < items; item += 2 * stride) {
+    if (item + stride < items) other.load(p, item + stride, valid, lane);
+    one.store(p, item, staging, lane);
+    if (item + stride >= items) break;
+    if (item + 2 * stride < items) one.load(p, item + 2 * stride, valid, lane);
+    other.store(p, item + stride, staging, lane);
   }
   if (lane == 0) bulk_store_wait();
 }

@@ -29,7 +29,7 @@ struct Config {
   static constexpr Operands kOperands = kOperands_;
   static constexpr bool kDense = kOperands == di::linear::kDense, kAhead = kOperands == di::linear::kAhead;
   static constexpr bool kSplit = kSlices == kApart || kSlices == kJoined;  // a block has one tile and one slice
-  static constexpr int kThreads = kConsumers + 128, kConsumerRegisters = kAhead ? 208 : 240, kProducerRegisters = kAhead ? 88 : 24;
+  static constexpr int kThreads = kConsumers + 128, kConsumerRegisters = kAhead ? 200 : 240, kProducerRegisters = kAhead ? 104 : 24;
   static constexpr int kGroup = T <= 64 ? 4 : 2;  // k16 steps whose fragments are made and multiplied together
   // Products for a K, with what narrow tiles lose.
   static constexpr int kCost = (kDense ? T : T == 160 ? 171 : T == 128 && kSlices == kInTurn ? 160 : T) * 128;

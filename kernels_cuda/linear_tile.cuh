@@ -366,6 +366,7 @@ linear_kernel(const __grid_constant__ CUtensorMap weight_map, const __grid_const
     fence_mbarrier_init();
   }
   __syncthreads();
+  if constexpr (C::kAhead) launch_dependents();  // the next part's blocks get their weights, then wait until this kernel has ended
   const int valid = valid_rows(p);
   const Work w = Work::of<C>(p, valid);
   if (threadIdx.x < kConsumers) {

@@ -99,6 +99,7 @@ def test_products_are_right_and_a_row_has_the_same_bits_in_every_call(groups, n,
         pytest.param(2, 256, 128, 4288, id="groups"),
         pytest.param(0, 300, 128, 2048, id="N fills no tile"),
         pytest.param(8, 1024, 4096, 4096, id="in parts"),
+        pytest.param(8, 1024, 4096, 1024, id="in two parts"),
         pytest.param(0, 7936, 512, 2360, id="in parts of which the last has few rows"),
     ],
 )
