@@ -1,6 +1,7 @@
 // di_linear and di_grouped_linear: fp8_32 activations times FP8 weights of 32 x 32 blocks, or BF16 times BF16 (linear_tile.cuh says
 // how; up to 64 rows of codes linear_few.cuh, BF16 weights of few features linear_narrow.cuh). The workspace holds activation codes
-// as BF16, 2 K bytes a row where there are more than 64, and the sums of slices of K; what does not fit goes in parts.
+// as BF16, 2 K bytes a row where there are more than 64, BF16 rows that the copy engine cannot read, and the sums of slices of K;
+// what does not fit goes in parts.
 #include <algorithm>
 
 #include "di_launch.cuh"

@@ -53,7 +53,7 @@ inline bool choose_narrow(const Problem& p, const void* x, int64_t x_stride, con
                           int* status) {
   if (p.slices == 1 || p.groups > 1 || p.chunks() > UINT16_MAX) return false;
   NarrowTile best = {kMostNarrow + 1, nullptr};
-  for (const NarrowTile& tile : {narrow_tile<16>(p), narrow_tile<32>(p), narrow_tile<64>(p), narrow_tile<128>(p)})
+  for (const NarrowTile& tile : {narrow_tile<16>(p), narrow_tile<64>(p), narrow_tile<128>(p)})
     if (tile.cost < best.cost) best = tile;
   if (best.launch == nullptr) return false;
   *status = best.launch(p, x, x_stride, w, stream, e);
