@@ -32,7 +32,7 @@ __device__ __forceinline__ void open_pair_mail(const FewShared<C>& shared, const
       post(posted_units<C>(p, w, 0, warpgroup) + (w.slice - 1) * (kHalf * 128) + i * 32 + lane,
            make_float4(none, none, none, none));
   __syncwarp();
-  if (lane == 0) tell(flags + w.slice - 1, plan.nonce);
+  if (lane == 0) tell(flags + w.slice - 1, plan.nonce), mbarrier_arrive(shared.may_post());  // here: may look
 }
 
 template <typename C>
@@ -42,8 +42,8 @@ __device__ __forceinline__ void meet_paired(const FewShared<C>& shared, const Pr
   const int thread = id % 128, warpgroup = id / 128;
   float4* mail = posted_units<C>(p, w, 0, warpgroup) + thread;
   cluster_wait();
+  mbarrier_wait(shared.may_post(), 0);  // of who reads: the places were emptied before they are looked at
   if (w.slice == 0) {
-    mbarrier_wait(shared.may_post(), 0);
 #pragma unroll
     for (int j = 0; j < C::kUnits; ++j) post(mail + j * 128, unit_of(sums, j));
     return;
