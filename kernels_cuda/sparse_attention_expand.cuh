@@ -104,8 +104,9 @@ inline bool plan_expansion(Expansion& e, const Arguments& a, int64_t window_rows
   const int64_t entries = a.chosen > 0 ? static_cast<int64_t>(a.requests) * a.table_blocks : 0;
   const int64_t blocks_bytes = entries * a.block_rows * kExpandedRow, window_bytes = window_rows * kExpandedRow;
   const int64_t reads = static_cast<int64_t>(a.tokens) * (a.window_tokens + a.chosen);
-  if (a.tokens < kFewestQueries || reads * kExpandedRow < kFewestReads * (window_bytes + blocks_bytes)) return false;
-  if (static_cast<size_t>(window_bytes + blocks_bytes) + entries * sizeof(int) > bytes) return false;
+  const int64_t expanded = window_bytes + blocks_bytes;
+  if (a.tokens < kFewestQueries || expanded == 0 || reads * kExpandedRow < kFewestReads * expanded) return false;
+  if (static_cast<size_t>(expanded) + entries * sizeof(int) > bytes) return false;
   e.window = static_cast<uint8_t*>(workspace), e.blocks = e.window + window_bytes;
   e.table = reinterpret_cast<int*>(e.blocks + blocks_bytes);
   e.window_rows = static_cast<int>(window_rows), e.entries = static_cast<int>(entries), e.stored_blocks = static_cast<int>(stored_blocks);

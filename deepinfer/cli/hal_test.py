@@ -107,7 +107,8 @@ def print_unsupported(results: list[Any]) -> None:
     if unserved:
         print(f"no kernel   {', '.join(unserved)}")
     passed = {result.id for result in results if result.verdict == "pass"}
-    reasons = Counter(result.reason for result in refused if result.provider and result.id not in passed)
+    served = {result.id for result in results if result.verdict != "unsupported"}
+    reasons = Counter(result.reason for result in refused if result.provider and result.id not in served)
     for reason, count in reasons.items():
         print(f"unsupported {count} by every kernel of the op: {reason}")
     if elsewhere := sum(result.id in passed for result in refused):

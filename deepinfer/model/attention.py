@@ -184,7 +184,7 @@ class Attention:
         if self.flat.shape[0] < meta.flat_rows:
             self.flat = torch.zeros(meta.flat_rows, ring.shape[1], dtype=torch.uint8, device=ring.device)
         self.copy_rows(ring, meta.load_src, meta.load_dst, self.flat)
-        return self.flat
+        return self.flat[: meta.flat_rows]  # a longer step before may have left more
 
     def _store_compressed(
         self, block: BlockWeights, topology: Any, meta: StepMeta, ratio: RatioMeta, views: Any, table: torch.Tensor

@@ -196,7 +196,8 @@ class Runner:
         for offset in range(0, len(ids), chunk):
             length = min(chunk, len(ids) - offset)
             cu_q = np.array([0, length], np.int32)
-            meta = self.plan(cu_q, np.array([start + offset], np.int32), np.array([slot], np.int32), blocks)
+            seen = blocks[:, : -(-(start + offset + length) // BLOCK_TOKENS)]
+            meta = self.plan(cu_q, np.array([start + offset], np.int32), np.array([slot], np.int32), seen)
             yield start + offset, meta, self.network.forward(meta)
 
     def check_ids(self, token_ids: Any) -> np.ndarray:

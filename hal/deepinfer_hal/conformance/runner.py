@@ -83,12 +83,14 @@ def run_suite(
         raise BadCall(f"a run needs at least one worker, got jobs={jobs}")
     started = time.monotonic()
     plan.check()
-    workers = [_start(plan) for _ in range(jobs)]  # at once, since each takes seconds
+    workers: list[WorkerProcess] = []
     try:
+        for _ in range(jobs):  # at once, since each takes seconds
+            workers.append(_start(plan))
         opened = _answer(plan, workers[0])
         run = Run(plan, opened["subject"], jobs=jobs)
         earlier = Earlier.of(resume, plan, run.subject)
-    except (BadCall, BackendUnavailable):
+    except BaseException:
         for worker in workers:
             worker.stop()
         raise
@@ -194,7 +196,7 @@ def _serve(shared: _Shared, place: int, opened: Callable[[], WorkerProcess]) -> 
             except _BatchDied as died:
                 with shared.lock:
                     shared.deaths += 1
-                worker, opened = None, lambda: shared.keep(_opened(plan, _start(plan)))
+                worker, opened = None, lambda: _opened(plan, shared.keep(_start(plan)))
                 shared.give_back(items[died.done :])
             except BackendUnavailable as error:
                 shared.give_back(items)

@@ -1,8 +1,8 @@
 """Which items a worker of a run takes next.
 
 Items of one kernel follow each other in one worker: what the first of them costs, a compiler above all, is then paid once and
-not by every worker at the same time. Every kernel has its first items run before any has its others, so that a run that ends
-early has seen them all.
+not by every worker at the same time. Every kernel, but those of groups, has its first items run before any has its others, so
+that a run that ends early has seen them all.
 """
 
 from __future__ import annotations
