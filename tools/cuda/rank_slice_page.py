@@ -1,4 +1,4 @@
-"""The tables and the plot of docs/nvidia.md from stored reports of `deepinfer bench rank-slice`.
+"""The tables and the plot of docs/nvidia-rank-slice.md from stored reports of `deepinfer bench rank-slice`.
 
     python tools/cuda/rank_slice_page.py reports/h200/rank-slice*.json [--plot docs/rank-slice-h200.png] [--ops N]
 
