@@ -39,7 +39,7 @@ BARS = {4: 3.0, 8: 3.0, 16: 3.0, 32: 3.0, 64: 2.2}
 """TB/s asked for at a number of rows an expert, gate + up; the down shape at 0.9 of it."""
 FEW_ROWS = {3: (40, 320), 6: (8, 32, 64, 256)}
 """Rows an expert of the few experts of a rank of 64, in its draft blocks and in its decode and verify steps; no bar is set."""
-MANY_ROWS = {6: (1024, 4096), 16: (1024,), 48: (1024,)}
+MANY_ROWS = {6: (1024, 4096), 16: (1024,), 48: (1024,), 384: (1024,)}
 """Rows an expert where products take longest: in prefill steps of a rank of 64, and where a bar is set."""
 
 
