@@ -281,6 +281,15 @@ def test_an_interrupt_ends_workers_in_the_midst_of_a_case_and_blames_none():
     assert len({result.key for result in found.results}) == len(found.results)
 
 
+@pytest.fixture
+def heard_ctrl_c():
+    """Processes that are started meanwhile hear SIGINT, also if these tests are a shell's background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_ctrl_c")
 def test_ctrl_c_stores_a_report_that_the_command_goes_on_from(tmp_path):
     report, again = tmp_path / "first.json", tmp_path / "again.json"
     command = [sys.executable, "-m", "deepinfer", "hal", "test", "--backend", "cpu", "--verbose"]
