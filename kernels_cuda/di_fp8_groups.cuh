@@ -53,18 +53,4 @@ __device__ __forceinline__ uint32_t largest_of_eight(uint4 eight) {
   return max(two << 16, two & 0xFFFF0000u);
 }
 
-// Stores a thread's eight values of a group as codes at `at`, and the group's scale; `largest` as above. All lanes of a warp call it,
-// `inside` those whose values are to be stored. Returns the scale: 255 where a value is not finite.
-__device__ __forceinline__ uint32_t store_eight(uint8_t* codes, uint8_t* scales, int64_t at, const float (&value)[8], uint32_t largest,
-                                                bool inside) {
-  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-  largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-  const uint32_t scale = fp8_scale(__uint_as_float(largest));
-  if (!inside) return scale;
-  *reinterpret_cast<uint2*>(codes + at) = {fp8_pair(value[0], value[1], scale) | fp8_pair(value[2], value[3], scale) << 16,
-                                           fp8_pair(value[4], value[5], scale) | fp8_pair(value[6], value[7], scale) << 16};
-  if (threadIdx.x % 4 == 0) scales[at / 32] = static_cast<uint8_t>(scale);
-  return scale;
-}
-
 }  // namespace di

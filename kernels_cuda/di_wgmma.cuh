@@ -31,6 +31,12 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// What a thread has of columns 8 j to 8 j + 7 of an instruction's sums.
+template <int count>
+__device__ __forceinline__ float4 unit_of(const float (&sums)[count], int j) {
+  return make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
+}
+__device__ __forceinline__ void add_to(float4& sum, const float4& v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; }
 
 enum Swizzle : uint64_t { kNoSwizzle = 0, kSwizzle128 = 1, kSwizzle64 = 2, kSwizzle32 = 3 };
 

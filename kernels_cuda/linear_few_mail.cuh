@@ -26,6 +26,19 @@ __device__ __forceinline__ uint64_t heard(const uint64_t* flag) {
   return value;
 }
 
+// One warp tells the blocks of a tile's other slices, waits until they have told, and takes their flags away.
+__device__ __forceinline__ void trade_flags(const FewPlan& plan, const FewWork& w, int slices, int lane) {
+  uint64_t* flags = plan.flags + static_cast<int64_t>(w.tile) * slices * slices;  // [slice that posts][slice that reads]
+  const bool other = lane < slices && lane != w.slice;
+  if (other) tell(flags + lane * slices + w.slice, plan.nonce);
+  __syncwarp();
+  uint64_t* flag = flags + w.slice * slices + lane;
+  while (!__all_sync(0xFFFFFFFFu, !other || heard(flag) == plan.nonce)) {
+  }
+  if (other) *flag = 0;
+  __syncwarp();
+}
+
 // Words that are seen by themselves.
 __device__ __forceinline__ void post(float4* to, const float4& v) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
@@ -67,15 +80,7 @@ __device__ __forceinline__ void open_mail(const FewShared<C>& shared, const FewW
     for (int j = 0; j < share.units * 4; ++j) post(at + j * 32, make_float4(none, none, none, none));
   }
   __syncwarp();
-  uint64_t* flags = plan.flags + static_cast<int64_t>(w.tile) * slices * slices;  // [slice that posts][slice that reads]
-  const bool other = lane < slices && lane != w.slice;
-  if (other) tell(flags + lane * slices + w.slice, plan.nonce);
-  __syncwarp();
-  uint64_t* flag = flags + w.slice * slices + lane;
-  while (!__all_sync(0xFFFFFFFFu, !other || heard(flag) == plan.nonce)) {
-  }
-  if (other) *flag = 0;
-  __syncwarp();
+  trade_flags(plan, w, slices, lane);
   if (lane == 0) mbarrier_arrive(shared.may_post());
 }
 

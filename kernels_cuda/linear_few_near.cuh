@@ -55,17 +55,7 @@ __device__ __forceinline__ void store_near(const FewShared<C>& shared, const Pro
              *reinterpret_cast<const float4*>(shared.tile() + row * C::kPitch + column));
   }
   named_barrier_sync(3, C::kConsumers);
-  if (id < 32) {
-    uint64_t* flags = plan.flags + static_cast<int64_t>(w.tile) * slices * slices;
-    const bool other = id < slices && id != w.slice;
-    if (other) tell(flags + id * slices + w.slice, plan.nonce);
-    __syncwarp();
-    uint64_t* flag = flags + w.slice * slices + id;
-    while (!__all_sync(0xFFFFFFFFu, !other || heard(flag) == plan.nonce)) {
-    }
-    if (other) *flag = 0;
-    __syncwarp();
-  }
+  if (id < 32) trade_flags(plan, w, slices, id);
   named_barrier_sync(3, C::kConsumers);
   const auto part = [&](float4 (&to)[2], int slice, int row, int column) {
     const float4* own = reinterpret_cast<const float4*>(shared.tile() + row * C::kPitch + column);

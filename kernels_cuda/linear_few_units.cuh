@@ -18,13 +18,6 @@ struct FewShare {
   }
 };
 
-// Unit j of a thread's sums.
-template <int count>
-__device__ __forceinline__ float4 unit_of(const float (&sums)[count], int j) {
-  return make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
-}
-__device__ __forceinline__ void add_to(float4& sum, const float4& v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; }
-
 // A thread's sums of its warpgroup's own units, where it alone will read them.
 template <typename C>
 __device__ __forceinline__ void keep_units(const FewShare& share, float4* own, const float (&sums)[C::T / 2]) {

@@ -142,11 +142,6 @@ __device__ __forceinline__ void multiply_narrow(const NarrowShared<C>& shared, c
   wgmma_hold(sums);
 }
 
-template <int count>
-__device__ __forceinline__ float4 four_of(const float (&sums)[count], int i) {
-  return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-}
-
 // Sums of a row's columns n and n + 1; n is even.
 __device__ __forceinline__ void store_pair(const Problem& p, int64_t row, int n, bool inside, float first, float second) {
   if (!inside || n >= p.n) return;
@@ -180,7 +175,7 @@ __device__ __forceinline__ void send_narrow(const NarrowShared<C>& shared, const
   for (int eight = 0; eight < C::kGroups; ++eight, unit.next())
     if (unit.to != w.slice) {
       const int place = unit.place + (w.slice < unit.to ? w.slice : w.slice - 1);
-      store_cluster16(shared.received(place) + lane, four_of(sums, eight), shared.sums_full(), unit.to);
+      store_cluster16(shared.received(place) + lane, unit_of(sums, eight), shared.sums_full(), unit.to);
     }
 }
 
@@ -193,13 +188,13 @@ __device__ __forceinline__ void add_narrow(const NarrowShared<C>& shared, const 
 #pragma unroll
   for (int eight = 0; eight < C::kGroups; ++eight, unit.next())
     if (unit.to == w.slice) {
-      const float4 own = four_of(sums, eight), *others = shared.received(unit.place) + lane;
+      const float4 own = unit_of(sums, eight), *others = shared.received(unit.place) + lane;
       float4 v = w.slice == 0 ? own : others[0];
 #pragma unroll
       for (int i = 1; i < kMostSlices; ++i)
         if (i < slices) {
           const float4 more = i == w.slice ? own : others[(i < w.slice ? i : i - 1) * 32];
-          v.x += more.x, v.y += more.y, v.z += more.z, v.w += more.w;
+          add_to(v, more);
         }
       const int n = w.feature + eight * 8 + lane % 4 * 2;
       store_pair(p, row, n, row < valid, v.x, v.y);
