@@ -1,6 +1,6 @@
-// Up to 64 activation rows: y = x W^T from fp8_32 codes in one kernel, sums and their order as in linear_tile.cuh.
+// Up to 128 activation rows: y = x W^T from fp8_32 codes in one kernel, sums and their order as in linear_tile.cuh.
 //
-// A block has one tile, 64 weight rows a warpgroup, and one slice of K. Codes of weights and rows are copied to shared memory; a
+// A block has one tile, 64 or 128 weight rows a warpgroup, and one slice of K. Codes of weights and rows are copied to shared memory; a
 // warpgroup expands its weights in registers and multiplies, and a few warps expand the rows to sub-tiles in shared memory, steps
 // in turn, so that their waits hide one another. Weights are on their way before the block has met, and before the kernel that
 // makes the rows has ended. Where the scales of each weight tile and of each row lie within 2^12, everything is expanded to F16,
@@ -13,32 +13,23 @@
 #include "linear_few_near.cuh"
 #include "linear_few_pairs.cuh"
 #include "linear_few_products.cuh"
+#include "linear_few_wide.cuh"
 
 namespace di::linear {
-
-// The only slice.
-template <typename C>
-__device__ __forceinline__ void store_whole(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id, int valid,
-                                            const float (&sums)[C::T / 2]) {
-  const UnitStore<C> store(shared, p, w, id, 0, valid);
-  if (store.rows != nullptr) named_barrier_sync(3, C::kConsumers);  // all have read the stages
-#pragma unroll
-  for (int j = 0; j < C::kUnits; ++j) store.put(j, unit_of(sums, j));
-  store.finish(C::kUnits);
-}
 
 // words: the scales of the warp's weight rows; top: of their window, 0 where F16 is not used.
 template <typename C>
 __device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id,
-                                            int valid, uint32_t words, uint32_t top) {
+                                            int valid, const uint32_t (&words)[C::M], const uint32_t (&top)[C::M]) {
+  if constexpr (C::M == 2) return consume_two<C>(shared, p, w, id, valid, words, top);
   FewConsumer<C> consumer(shared, p, w, id);
   float sums[C::T / 2];
   float undo = 1.0f;
-  if (top != 0) {
-    undo = half_undo(top);
-    consumer.template multiply<true>(sums, half_exponents(words, top));
+  if (top[0] != 0) {
+    undo = half_undo(top[0]);
+    consumer.template multiply<true>(sums, half_exponents(words[0], top[0]));
   } else {
-    consumer.template multiply<false>(sums, words);
+    consumer.template multiply<false>(sums, words[0]);
   }
   const Problem& q = shared.call().problem;
   const FewPlan& late = shared.call().plan;
@@ -64,17 +55,23 @@ __device__ __forceinline__ void work_few(const FewShared<C>& shared, const Probl
                                          const FewScales<C>& asked) {
   const bool consumes = id < C::kConsumers;
   const int valid = asked.valid;
-  const uint32_t words = asked.weights;
-  uint32_t top = 127;
-  if (consumes) {
-    const uint32_t first = __shfl_sync(0xFFFFFFFFu, words, 0);
-    top = half_window(id % 32 < w.steps ? words : first, kLeastWeightScale, kMostWeightScale);
+  uint32_t top[C::M];
+  bool fits = true;
+#pragma unroll
+  for (int m = 0; m < C::M; ++m) {
+    top[m] = 127;
+    if (!consumes) continue;
+    const uint32_t words = asked.weights[m], first = __shfl_sync(0xFFFFFFFFu, words, 0);
+    top[m] = half_window(id % 32 < w.steps ? words : first, kLeastWeightScale, kMostWeightScale);
+    fits = fits && top[m] != 0;
   }
-  const bool half = keep_few_scales<C>(shared, w, asked, id / 32, top != 0);
+  const bool half = keep_few_scales<C>(shared, w, asked, id / 32, fits);
+#pragma unroll
+  for (int m = 0; m < C::M; ++m) top[m] = half ? top[m] : 0;
   if (C::kScalesAlone && id == 0) mbarrier_arrive(shared.scales_known());
   if (consumes) {
     if constexpr (C::kUneven) registers_up<C::kConsumerRegisters>();
-    consume_few<C>(shared, p, w, id, valid, words, half ? top : 0);
+    consume_few<C>(shared, p, w, id, valid, asked.weights, top);
   } else {
     if constexpr (C::kUneven) registers_down<C::kExpanderRegisters>();
     if (half) {

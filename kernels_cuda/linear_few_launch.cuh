@@ -51,7 +51,8 @@ bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStre
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   if (!matrix_map(&row_map, bytes, p.x, p.rows, columns, p.x_stride, T, kChunk, CU_TENSOR_MAP_SWIZZLE_128B))
     return false;
-  if (p.slices == 1) return *status = launch_few<FewConfig<T, 4, kOne>>(p, map, row_map, stream, e), true;
+  using Whole = FewConfig<T, T == 128 ? 2 : 4, kOne, T == 128 ? 2 : 1>;  // four warpgroups have no registers for 128 rows
+  if (p.slices == 1) return *status = launch_few<Whole>(p, map, row_map, stream, e), true;
   using Joined = FewConfig<T, 2, kJoined>;
   if (tiles <= resident_clusters<few_kernel<Joined>>(p.slices, Joined::kThreads, Joined::kShared))
     return *status = launch_few<Joined>(p, map, row_map, stream, e), true;

@@ -58,7 +58,7 @@ __device__ __forceinline__ void meet_joined(const FewShared<C>& shared, const Pr
                                             const FewWork& w, int id, int valid, const float (&sums)[C::T / 2]) {
   const int slices = p.slices, thread = id % 128, warpgroup = id / 128;
   const FewShare share = FewShare::of(plan, slices, w.slice, warpgroup);
-  cluster_wait();  // the others can be sent to
+  wait_for_room<C>();
   send_units<C>(shared, plan, w, slices, warpgroup, thread, sums);
   named_barrier_sync(3, C::kConsumers);  // all have read the stages
   float4* own = shared.own_units(warpgroup) + thread;

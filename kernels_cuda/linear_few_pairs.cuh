@@ -41,7 +41,7 @@ __device__ __forceinline__ void meet_paired(const FewShared<C>& shared, const Pr
   constexpr int kHalf = C::kUnits / 2;
   const int thread = id % 128, warpgroup = id / 128;
   float4* mail = posted_units<C>(p, w, 0, warpgroup) + thread;
-  cluster_wait();
+  wait_for_room<C>();
   mbarrier_wait(shared.may_post(), 0);  // of who reads: the places were emptied before they are looked at
   if (w.slice == 0) {
 #pragma unroll

@@ -11,13 +11,13 @@ struct FewConsumer {
   const FewShared<C>& shared;
   const Problem& p;
   const FewWork& w;
-  int thread, warpgroup, lane_row;  // lane_row: of the warpgroup's 64
+  int thread, warpgroup, lane_row;  // lane_row: of the warpgroup's first 64
   uint32_t weight_place[2];         // of pieces 2 q and 2 q + 1 of lane_row; row + 8 lies 1024 bytes on
 
   __device__ FewConsumer(const FewShared<C>& s, const Problem& problem, const FewWork& work, int id)
       : shared(s), p(problem), w(work) {
     thread = id % 128, warpgroup = id / 128, lane_row = thread / 32 * 16 + thread % 32 / 4;
-    const int row = warpgroup * 64 + lane_row;
+    const int row = warpgroup * (64 * C::M) + lane_row;
 #pragma unroll
     for (int h = 0; h < 2; ++h) weight_place[h] = row * 128 + (((thread % 4 * 2 + h) ^ (row % 8)) << 4);
   }
@@ -26,8 +26,8 @@ struct FewConsumer {
   struct Codes {
     uint4 upper, lower;
   };
-  __device__ __forceinline__ Codes load_codes(int stage, int h) const {
-    const uint32_t at = shared_address(shared.weights(stage)) + weight_place[h];
+  __device__ __forceinline__ Codes load_codes(int stage, int h, int granule = 0) const {
+    const uint32_t at = shared_address(shared.weights(stage)) + weight_place[h] + granule * (64 * kChunk);
     return {load_shared16(at), load_shared16(at + 1024)};
   }
   // half: to F16 and not BF16.
@@ -78,7 +78,7 @@ struct FewConsumer {
       if (previous >= 0 && thread % 32 == 0) mbarrier_arrive(shared.rows_empty(previous));
       previous = rows.stage;
       rows.next();
-      expand<half>(odd, second, factor, 1);
+      expand<half>(odd, second, factor, 1);  // it waits for all loads from the stage, which an arrival does not
       factor = factor_of<half>(__shfl_sync(0xFFFFFFFFu, words, step + 1), thread % 4);
       __syncwarp();
       if (thread % 32 == 0) mbarrier_arrive(shared.weights_empty(weights.stage));

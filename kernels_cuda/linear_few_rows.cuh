@@ -63,11 +63,11 @@ __device__ __forceinline__ bool agree(bool yes) {
   return named_barrier_all(1, C::kConsumers + C::kExpanders, yes);
 }
 
-// The scales of this warp's weight rows: lane i has the word of step i.
+// The scales of this warp's weight rows, of 64 of its warpgroup's: lane i has the word of step i.
 template <typename C>
-__device__ __forceinline__ uint32_t ask_weight_scales(const Problem& p, const FewWork& w, int id) {
+__device__ __forceinline__ uint32_t ask_weight_scales(const Problem& p, const FewWork& w, int id, int granule) {
   const int blocks = (p.n + 31) / 32, columns = p.scale_columns(), lane = id % 32;
-  const int block = min(w.at.feature_tile * (C::kFeatures / 32) + id / 128 * 2 + id % 128 / 64, blocks - 1);
+  const int block = min(w.at.feature_tile * (C::kFeatures / 32) + (id / 128 * C::M + granule) * 2 + id % 128 / 64, blocks - 1);
   const bool words = (reinterpret_cast<uintptr_t>(p.w_scale) | columns) % 4 == 0;
   const uint8_t* from = p.w_scale + static_cast<int64_t>(w.at.group * blocks + block) * columns;
   return scale_word(from, (w.start + lane) * 4, columns, words, lane < w.steps);
@@ -78,19 +78,20 @@ __device__ __forceinline__ uint32_t ask_weight_scales(const Problem& p, const Fe
 template <typename C>
 struct FewScales {
   static constexpr int kWarps = (C::kConsumers + C::kExpanders) / 32, kItems = (C::T + kWarps - 1) / kWarps;
-  uint32_t weights;       // of ask_weight_scales, where the warp consumes
-  uint32_t rows[kItems];  // of rows warp + i * kWarps: lane i has the word of step i
-  int valid;              // rows of the call
+  uint32_t weights[C::M];  // of ask_weight_scales, where the warp consumes
+  uint32_t rows[kItems];   // of rows warp + i * kWarps: lane i has the word of step i
+  int valid;               // rows of the call
 
   static __device__ __forceinline__ FewScales ask(const Problem& p, const FewWork& w, int id) {
     FewScales asked;
-    asked.weights = id < C::kConsumers ? ask_weight_scales<C>(p, w, id) : 0x7F7F7F7Fu;
+#pragma unroll
+    for (int m = 0; m < C::M; ++m) asked.weights[m] = id < C::kConsumers ? ask_weight_scales<C>(p, w, id, m) : 0x7F7F7F7Fu;
     const int lane = id % 32, columns = p.scale_columns(), column = (w.start + lane) * 4;
     const uint8_t* from = p.x_scale + static_cast<int64_t>(w.at.group) * columns;
     const bool words = (reinterpret_cast<uintptr_t>(from) | p.x_scale_stride | columns) % 4 == 0;
     const bool begins = lane < w.steps && (lane % 8 == 0 || lane == w.steps - 1);  // a sector of 32 bytes, or ends in one
 #pragma unroll
-    for (int i = 0; C::G == 2 && i < kItems; ++i) {  // L2 has them, ahead of the weights, once the kernel before has ended
+    for (int i = 0; C::kFeatures == 128 && i < kItems; ++i) {  // L2 has them, ahead of the weights, once the kernel before has ended
       const int row = id / 32 + i * kWarps;
       if (begins && row < min(C::T, p.rows)) prefetch_line_l2(from + row * p.x_scale_stride + column);
     }
@@ -166,12 +167,12 @@ __device__ __forceinline__ void expand_row(uint32_t to, uint32_t from, uint32_t 
   }
 }
 
-// Every kStride-th step; kParts warps share one.
+// Every kStride-th step; kParts warps share one, or fewer of which each has kEach parts.
 template <typename C, bool half>
 __device__ __forceinline__ void expand_steps(const FewShared<C>& shared, const FewWork& w, int thread) {
-  constexpr int kStride = C::kExpanders / 32 / C::kParts;
+  constexpr int kWarps = C::kExpanders / 32, kEach = kWarps < C::kParts ? C::kParts / kWarps : 1, kStride = kWarps * kEach / C::kParts;
   static_assert(C::kRowStages % kStride == 0 && C::kRawStages % kStride == 0);  // a stage has the same warps always
-  const int lane = thread % 32, part = thread / 32 % C::kParts, first = thread / 32 / C::kParts;
+  const int lane = thread % 32, first = thread / 32 / C::kParts;
   int raw = first, rows = first;
   uint32_t raw_parity = 0, row_parity = 0;
 #pragma unroll 1
@@ -179,9 +180,13 @@ __device__ __forceinline__ void expand_steps(const FewShared<C>& shared, const F
     mbarrier_wait(shared.raw_full(raw), raw_parity);
     mbarrier_wait(shared.rows_empty(rows), row_parity ^ 1);
     const uint32_t from = shared_address(shared.raw(raw)), to = shared_address(shared.rows(rows));
-    const int row = C::T == 16 ? lane % 16 : part / 2 * 32 + lane, sub_tile = C::T == 16 ? lane / 16 : part % 2;
-    const uint32_t four = shared.scales()[row * kScalePitch + step];
-    expand_row<half>(to + sub_tile * (C::T * 128), from, four, row, sub_tile);
+#pragma unroll
+    for (int each = 0; each < kEach; ++each) {
+      const int part = thread / 32 % C::kParts + each * kWarps;
+      const int row = C::T == 16 ? lane % 16 : part / 2 * 32 + lane, sub_tile = C::T == 16 ? lane / 16 : part % 2;
+      const uint32_t four = shared.scales()[row * kScalePitch + step];
+      expand_row<half>(to + sub_tile * (C::T * 128), from, four, row, sub_tile);
+    }
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.rows_full(rows));

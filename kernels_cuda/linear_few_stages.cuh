@@ -36,38 +36,44 @@ struct FewCall {
   FewPlan plan;
 };
 
-// G: warpgroups that multiply, 64 weight rows each. Slices meet as in linear_stages.cuh, or kNear
+// G: warpgroups that multiply, M times 64 weight rows each. Slices meet as in linear_stages.cuh, or kNear
 // (linear_few_mail.cuh, linear_few_near.cuh) or kPaired (linear_few_pairs.cuh).
-template <int T_, int G_, Slices kSlices_>
+template <int T_, int G_, Slices kSlices_, int M_ = 1>
 struct FewConfig {
-  static constexpr int T = T_, G = G_, kFeatures = 64 * G, kUnits = T / 8;
+  static constexpr int T = T_, G = G_, M = M_, kFeatures = 64 * G * M, kUnits = T / 8;
   static constexpr Slices kSlices = kSlices_;
   static constexpr bool kClusters = kSlices == kJoined || kSlices == kPaired;
   static constexpr bool kMail = kSlices == kNear && T < 64;  // slices meet word by word (linear_few_mail.cuh), not by flags
   static constexpr int kMostUnits = kSlices == kOne ? kUnits : (kUnits + 1) / 2;  // that a warpgroup adds
-  static constexpr int kConsumers = 128 * G, kExpanders = G == 2 && T > 16 ? 256 : 128, kThreads = kConsumers + kExpanders + 128;
-  static constexpr bool kUneven = T == 64;  // warpgroups have as many registers as their work needs
-  static constexpr int kConsumerRegisters = G == 2 ? 128 : 96, kExpanderRegisters = 72, kCopierRegisters = 24;
-  static constexpr int kRowStages = G == 4 && T == 64 ? 3 : 4, kRawStages = T < 64 ? 8 : G == 4 ? 5 : 4;
-  static constexpr int kWeightStages = G == 2 ? (T == 64 && kSlices == kJoined ? 5 : T == 64 ? 6 : 8) : 4;
-  static constexpr int kEarlySteps = G == 4 ? 2 : T == 64 ? 3 : 4;  // whose weights are copied before the rows are there
-  static constexpr bool kScalesAlone = T == 64 && G == 2;  // no more weights until the scales are there
+  static constexpr int kConsumers = 128 * G, kExpanders = kFeatures == 128 && T > 16 ? 256 : 128, kThreads = kConsumers + kExpanders + 128;
+  static constexpr bool kUneven = T >= 64;  // warpgroups have as many registers as their work needs
+  static constexpr int kConsumerRegisters = M == 2 ? 208 : T == 128 ? 152 : G == 2 ? 128 : 96, kExpanderRegisters = 72, kCopierRegisters = 24;
+  static constexpr int kRowStages = M == 2 ? 2 : T == 128 || (G == 4 && T == 64) ? 3 : 4;
+  static constexpr int kRawStages = T < 64 ? 8 : T == 128 ? 3 : G == 4 ? 5 : 4;
+  static constexpr int kWeightStages = M == 2 ? 3 : G == 4 || T == 128 ? 4 : T < 64 ? 8 : kSlices == kJoined ? 5 : 6;
+  static constexpr int kEarlySteps = kFeatures == 256 ? 2 : T >= 64 ? 3 : 4;  // whose weights are copied before the rows are there
+  static constexpr bool kScalesAlone = T >= 64 && kFeatures == 128;  // no more weights until the scales are there
   static constexpr int kRowStage = T * 256, kRawStage = T * kChunk, kWeightStage = kFeatures * kChunk;
-  static constexpr int kParts = T / 16;  // warps that expand a step of rows: 32 rows of a sub-tile each, or 16 of both
+  static constexpr int kParts = T / 16;  // of a step of rows: 32 of a sub-tile each, or 16 of both
+  static constexpr int kSharers = kParts * 32 < kExpanders ? kParts : kExpanders / 32;  // warps that expand them
   static constexpr int kPitch = kFeatures + 4;
   static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 2 + G;
   static constexpr int kRaw = kRowStages * kRowStage, kWeights = kRaw + kRawStages * kRawStage;
-  static constexpr int kReceived = kWeights + kWeightStages * kWeightStage;  // other slices' sums of this block's units
-  static constexpr int kReceivedUnits = kSlices == kJoined ? most_received(kUnits) : kSlices == kPaired ? G * kUnits / 2 : 0;
-  static constexpr int kScales = kReceived + kReceivedUnits * kUnitBytes;
+  static constexpr int kStages = kWeights + kWeightStages * kWeightStage;
   // A warpgroup's own sums, and results, in the stages' place.
   static constexpr int kOwn = kSlices == kOne ? 0 : kMostUnits * kUnitBytes, kResult = kMostUnits * 8 * kHalfPitch * 4;
+  // Other slices' sums of this block's units. Those of 128 rows have no room beside the stages: they come in their place.
+  static constexpr int kReceivedUnits = kSlices == kJoined ? most_received(kUnits) : kSlices == kPaired ? G * kUnits / 2 : 0;
+  static constexpr bool kInPlace = T == 128 && kClusters;
+  static constexpr int kReceived = kInPlace ? G * (kOwn + kResult) : kStages;
+  static constexpr int kScales = kInPlace ? kStages : kReceived + kReceivedUnits * kUnitBytes;
   static constexpr int kUndo = kScales + T * kScalePitch * 4;
   static constexpr int kBarrierPlace = (kUndo + T * 4 + 7) / 8 * 8;
   static constexpr int kCall = kBarrierPlace + (kBarriers + 1) / 2 * 16;
   static constexpr int kShared = kCall + sizeof(FewCall);
   static_assert(kShared <= 232448 && kRaw % 1024 == 0 && kWeights % 1024 == 0);
-  static_assert(G * (kOwn + kResult) <= kReceived && T * kPitch * 4 <= kReceived);
+  static_assert(G * M * (kOwn + kResult) <= kStages && T * kPitch * 4 <= kStages);
+  static_assert(!kInPlace || kReceived + kReceivedUnits * kUnitBytes <= kStages);
 };
 
 // What a block does: a tile and the steps of a slice. Block (slice, feature tile, group), but for pairs.
@@ -103,7 +109,7 @@ struct FewShared {
   // A warpgroup's sums and results, in place of the stages.
   __device__ float4* own_units(int warpgroup) const { return reinterpret_cast<float4*>(base + warpgroup * C::kOwn); }
   __device__ float* results(int warpgroup) const {
-    return reinterpret_cast<float*>(base + C::G * C::kOwn + warpgroup * C::kResult);
+    return reinterpret_cast<float*>(base + C::G * C::M * C::kOwn + warpgroup * C::kResult);
   }
   __device__ uint32_t* scales() const { return reinterpret_cast<uint32_t*>(base + C::kScales); }
   __device__ float* undo() const { return reinterpret_cast<float*>(base + C::kUndo); }
@@ -126,11 +132,11 @@ template <typename C>
 __device__ __forceinline__ void init_few_barriers(const FewShared<C>& shared) {
 #pragma unroll
   for (int i = 0; i < C::kRowStages; ++i) {
-    mbarrier_init(shared.rows_full(i), C::kParts);
+    mbarrier_init(shared.rows_full(i), C::kSharers);
     mbarrier_init(shared.rows_empty(i), C::kConsumers / 32);
   }
 #pragma unroll
-  for (int i = 0; i < C::kRawStages; ++i) mbarrier_init(shared.raw_empty(i), C::kParts);
+  for (int i = 0; i < C::kRawStages; ++i) mbarrier_init(shared.raw_empty(i), C::kSharers);
 #pragma unroll
   for (int i = 0; i < C::kWeightStages; ++i) mbarrier_init(shared.weights_empty(i), C::kConsumers / 32);
 #pragma unroll
@@ -148,7 +154,7 @@ __device__ __forceinline__ void copy_few_step(const FewShared<C>& shared, const 
   const int row = w.at.group * p.n + w.at.feature_tile * C::kFeatures;
   mbarrier_arrive_expect(shared.weights_full(stage), C::kWeightStage);
 #pragma unroll
-  for (int part = 0; part < C::G / 2; ++part)
+  for (int part = 0; part < C::kFeatures / kTileFeatures; ++part)
     tensor_copy_hint(shared.weights(stage) + part * (kTileFeatures * kChunk), map, (w.start + step) * kChunk,
                      row + part * kTileFeatures, shared.weights_full(stage), evict_first_policy());  // nobody reads them again
 }

@@ -18,6 +18,13 @@ struct FewShare {
   }
 };
 
+// The blocks of the cluster can be sent to: they run, and have read the stages, where sums take their place.
+template <typename C>
+__device__ __forceinline__ void wait_for_room() {
+  cluster_wait();
+  if (C::kInPlace) cluster_sync();
+}
+
 // A thread's sums of its warpgroup's own units, where it alone will read them.
 template <typename C>
 __device__ __forceinline__ void keep_units(const FewShare& share, float4* own, const float (&sums)[C::T / 2]) {
@@ -75,5 +82,16 @@ struct UnitStore {
     }
   }
 };
+
+// The only slice. id / 128: which 64 of the block's weight rows.
+template <typename C>
+__device__ __forceinline__ void store_whole(const FewShared<C>& shared, const Problem& p, const FewWork& w, int id, int valid,
+                                            const float (&sums)[C::T / 2]) {
+  const UnitStore<C> store(shared, p, w, id, 0, valid);
+  if (store.rows != nullptr) named_barrier_sync(3, C::kConsumers);  // all have read the stages
+#pragma unroll
+  for (int j = 0; j < C::kUnits; ++j) store.put(j, unit_of(sums, j));
+  store.finish(C::kUnits);
+}
 
 }  // namespace di::linear

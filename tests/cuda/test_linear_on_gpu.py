@@ -121,6 +121,19 @@ def test_thousands_of_rows_give_the_bits_of_few_rows(groups, n, k, rows):
         assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1])
 
 
+@pytest.mark.parametrize(("groups", "n", "k"), [(0, 32768, 1280), (0, 16896, 2048), (0, 5120, 8192), (8, 1024, 4096)])
+@pytest.mark.parametrize("rows", [64, 100, 256])
+def test_hundreds_of_calls_over_the_whole_chip_give_equal_bits(groups, n, k, rows):
+    """A stage that is given back while a warp still reads it shows in a call of hundreds, and where memory is busy."""
+    problem, out = Problem(groups, n, k, True, most=rows), torch.empty(rows, max(groups, 1) * n, device="cuda")
+    wanted = problem.run(torch.arange(rows, device="cuda"))
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(600):
+        problem.call(problem.x, problem.x_scale, problem.weight, None, out, None)
+        differ += (out != wanted).any()
+    assert int(differ) == 0
+
+
 @pytest.mark.parametrize("coded", [True, False])
 @pytest.mark.parametrize("count", [0, 5, 64, 99])
 @pytest.mark.parametrize("given", [12, 30, 50, 80])

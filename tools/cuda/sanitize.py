@@ -49,6 +49,10 @@ FURTHER = {
         "linear(T=64,K=768,N=5152,x=u8,w=fp8_block32,out=bf16)",  # three slices, which meet in the workspace
         "linear(T=64,K=768,N=5120,x=u8,w=fp8_block32,out=bf16)",  # three slices, of which two are a cluster
         "linear(T=9,K=768,N=5120,x=u8,w=fp8_block32,out=f32)",
+        "linear(T=100,K=256,N=288,x=u8,w=fp8_block32,out=bf16)",  # more than 64 rows: one slice, and the same three ways
+        "linear(T=100,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",
+        "linear(T=100,K=768,N=5152,x=u8,w=fp8_block32,out=bf16)",
+        "linear(T=100,K=768,N=5120,x=u8,w=fp8_block32,out=bf16)",
         "linear(T=2360,K=512,N=7936,x=u8,w=fp8_block32,out=bf16)",  # parts, of which the next is expanded meanwhile
         "linear(T=33,K=256,N=288,x=u8,w=fp8_block32,out=f32)",  # one slice
         "linear(T=20,K=256,N=288,x=u8,w=fp8_block32,out=f32)",
