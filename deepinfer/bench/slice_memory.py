@@ -83,7 +83,7 @@ def plan_memory(cut: Slice, load: Workload, backend: Any, index: int) -> SliceMe
     )  # fmt: skip
 
     def network(rows: int) -> int:
-        buffers = workspace_bytes(text, numerics, layout, rows, tokens + MAX_BACKTRACK, with_draft=True)
+        buffers = workspace_bytes(text, numerics, layout, sequences, rows, tokens + MAX_BACKTRACK, with_draft=True)
         return buffers + logits_bytes(text, numerics, logit_rows(rows, sequences)) + temporary_bytes(text, numerics, rows)
 
     sizes = [decode_rows(text, load), *load.prefill, max(LOOP_ROWS, *load.loops) if load.loops else 0]

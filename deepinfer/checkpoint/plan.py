@@ -136,6 +136,7 @@ def plan_bytes(
             text,
             numerics,
             layout,
+            max_num_seqs,
             max(max_num_batched_tokens, max_num_seqs),
             max_model_len + max_backtrack,
             with_draft,

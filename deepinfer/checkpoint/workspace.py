@@ -19,20 +19,20 @@ from deepinfer.model_config import TextConfig
 
 
 def workspace_bytes(
-    text: TextConfig, numerics: Numerics, layout: StateLayout, max_rows: int, max_tokens: int, with_draft: bool
+    text: TextConfig, numerics: Numerics, layout: StateLayout, slots: int, max_rows: int, max_tokens: int, with_draft: bool
 ) -> int:
-    """Step buffers for `max_rows` token rows, index scores, one long prefill's window, and two rotation tables."""
+    """Step buffers for `max_rows` token rows, index scores, window rows of prefills beside all slots' history, and two rotation
+    tables."""
     buffers = Buffers(max_rows, torch.device("meta"))
     Blocks(text, numerics, buffers)
-    attention = Attention(text, numerics, SimpleNamespace(layout=layout), buffers, {}, max_tokens)
+    attention = Attention(text, numerics, SimpleNamespace(layout=layout, num_slots=slots), buffers, {}, max_tokens)
     if text.engram_layer_ids:
         Engram(text, numerics, buffers, torch.zeros(text.vocab_size, dtype=torch.int32))
     if with_draft and text.draft_layers:
         _define_draft(text, numerics, layout, buffers)
     ids = max_rows * 4 * (1 + text.engram_max_ngram_size)
-    longest_window = (max_rows + layout.ring_rows) * layout.window_row_bytes
     tables = 2 * max_tokens * text.qk_rope_head_dim * 4
-    return buffers.nbytes + attention.scores.numel() * 4 + ids + longest_window + tables
+    return buffers.nbytes + attention.scores.numel() * 4 + attention.flat.numel() + ids + tables
 
 
 def logits_bytes(text: TextConfig, numerics: Numerics, rows: int) -> int:

@@ -34,7 +34,8 @@ class Attention:
         self.eps = text.rms_norm_eps
         self.pool_columns = text.candidate_topk_blocks * text.candidate_block_size
         self._define(buffers)
-        self.flat = torch.zeros(0, state.layout.window_row_bytes, dtype=torch.uint8, device=buffers.device)
+        flat_rows = state.layout.flat_sizes(state.num_slots, buffers.max_rows).rows  # graphs hold its address, so it never grows
+        self.flat = torch.zeros(flat_rows, state.layout.window_row_bytes, dtype=torch.uint8, device=buffers.device)
         columns = max_tokens + text.candidate_block_size  # a pool's are whole blocks
         scores = min(_SCORE_BYTES // 4, buffers.max_rows * columns)
         self.scores = torch.zeros(scores, dtype=torch.float32, device=buffers.device)
@@ -181,10 +182,9 @@ class Attention:
         ring = self.state.ring(layer)
         if not meta.flat:
             return ring
-        if self.flat.shape[0] < meta.flat_rows:
-            self.flat = torch.zeros(meta.flat_rows, ring.shape[1], dtype=torch.uint8, device=ring.device)
-        self.copy_rows(ring, meta.load_src, meta.load_dst, self.flat)
-        return self.flat[: meta.flat_rows]  # a longer step before may have left more
+        flat = self.flat[: meta.flat_rows]
+        self.copy_rows(ring, meta.load_src, meta.load_dst, flat)
+        return flat
 
     def _store_compressed(
         self, block: BlockWeights, topology: Any, meta: StepMeta, ratio: RatioMeta, views: Any, table: torch.Tensor

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepinfer_hal.formats import row_bytes
+from deepinfer_hal.step import FlatSizes, flat_sizes
 
 from deepinfer.model.numerics import Numerics
 
@@ -75,6 +76,10 @@ class StateLayout:
     @property
     def ratios(self) -> tuple[int, ...]:
         return tuple(sorted({source.ratio for source in self.sources}))
+
+    def flat_sizes(self, requests: int, rows: int) -> FlatSizes:
+        """What steps of at most so many requests and token rows need of the flat buffer of window rows."""
+        return flat_sizes(requests, rows, window=self.window, ring_rows=self.ring_rows)
 
     @property
     def longest_ring_step(self) -> int:

@@ -5,17 +5,15 @@ Every row has index -1: kernels start with the shapes of real steps and touch no
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
-from deepinfer_hal.step import StepMeta, empty_step, pad_step
+from deepinfer_hal.step import FlatSizes, StepMeta, empty_step, pad_step
 
 from deepinfer.engine.step_plan import SamplingBatch
 from deepinfer.runner.sampler import SampledStep
 
 _GROWTH = 4
-_FLAT_ROWS = 1
 
 
 def prefill_sizes(max_rows: int) -> list[int]:
@@ -30,12 +28,8 @@ def prefill_sizes(max_rows: int) -> list[int]:
 def padding_step(ratios: tuple[int, ...], rows: int, tokens: int, flat: bool) -> StepMeta:
     """A host plan of one request's `rows` rows, all of them padding; flat: through the flat buffer of window rows."""
     columns = max(1, -(-tokens // 128))
-    meta = pad_step(empty_step(ratios), requests=1, rows=rows, columns=columns, tokens=tokens)
-    if not flat:
-        return meta
-    none = np.full(_FLAT_ROWS, -1, np.int32)
-    copies = {name: none for name in ("load_src", "load_dst", "save_src", "save_dst")}
-    return dataclasses.replace(meta, flat=True, flat_rows=rows, **copies)
+    sizes = FlatSizes(rows, 1, 1) if flat else None
+    return pad_step(empty_step(ratios), requests=1, rows=rows, columns=columns, tokens=tokens, flat=sizes)
 
 
 def run_eager_steps(runner: Any) -> None:

@@ -42,6 +42,15 @@ class RatioMeta:
 
 
 @dataclass(frozen=True)
+class FlatSizes:
+    """Rows of a flat buffer, and of the copies into it and back, that every step of some size can do with."""
+
+    rows: int
+    loads: int
+    saves: int
+
+
+@dataclass(frozen=True)
 class StepMeta:
     """See the module's table. `flat` tells that window rows go through a flat buffer of `flat_rows` rows in this step."""
 
@@ -102,19 +111,20 @@ def plan_step(
     slot_rows: int,
     ratios: tuple[int, ...],
     block_tokens: int,
+    flat: bool = False,
 ) -> StepMeta:
     """Plans one step of R requests.
 
     cu_q int32 [R+1]; starts int32 [R], position of each request's first query token; slots int32 [R]; block_tables int32
     [R, Bmax]. Rows go through the flat buffer as soon as one request brings more tokens than the ring can take before
-    they are attended; bits do not depend on it, since the flat buffer holds the ring's own bytes. Raises BadCall for
-    lengths, starts or block tables that are no step.
+    they are attended, or where `flat` asks for it; bits do not depend on it, since the flat buffer holds the ring's own
+    bytes. Raises BadCall for lengths, starts or block tables that are no step.
     """
     lengths = _checked_lengths(cu_q, starts, slots, block_tables)
     num_requests, num_rows = len(lengths), int(cu_q[-1])
     row_to_req = np.repeat(np.arange(num_requests, dtype=np.int32), lengths)
     positions = _ranges(starts, lengths)
-    flat = bool(num_requests) and int(lengths.max()) > ring_rows - window + 1
+    flat = flat or (bool(num_requests) and int(lengths.max()) > ring_rows - window + 1)
     ring_base = (slots * slot_rows).astype(np.int32)
     empty = np.zeros(0, np.int32)
     ends = starts + lengths
@@ -184,19 +194,32 @@ def _plan_ratio(
     return RatioMeta(_as_i32(complete), _as_i32(group * ratio), _as_i32(slots), _as_i32(visible), most)
 
 
-def pad_step(meta: StepMeta, *, requests: int, rows: int, columns: int, tokens: int) -> StepMeta:
-    """A host plan without a flat buffer, padded to fixed sizes: `requests` and `rows` at least its own, block tables of
-    `columns` (what lies beyond is dropped), groups for as many as `rows` tokens can complete, sequences of at most `tokens`
-    tokens.
+def flat_sizes(requests: int, rows: int, *, window: int, ring_rows: int) -> FlatSizes:
+    """What steps of at most `requests` requests and `rows` token rows need of a flat buffer: each request's history of a window
+    but one, and all rows, of which a ring takes no more than it has."""
+    history = requests * (window - 1)
+    return FlatSizes(history + rows, history, min(rows, requests * ring_rows))
 
-    Padded rows have request, position and slots -1, padded requests no rows, so that ops leave their outputs untouched.
-    BadCall for a plan that does not fit.
+
+def pad_step(
+    meta: StepMeta, *, requests: int, rows: int, columns: int, tokens: int, flat: FlatSizes | None = None
+) -> StepMeta:
+    """A host plan padded to fixed sizes: `requests` and `rows` at least its own, block tables of `columns` (what lies beyond is
+    dropped), groups for as many as `rows` tokens can complete, sequences of at most `tokens` tokens; flat: sizes of the flat
+    buffer that the padded plan goes through, which the plan must do as well, unless it is empty.
+
+    Padded rows have request, position and slots -1, padded copies rows -1, padded requests no rows, so that ops leave their
+    outputs untouched. BadCall for a plan that does not fit.
     """
     seen = max((ratio * one.max_visible for ratio, one in meta.ratios.items()), default=0)
-    if meta.flat or meta.num_requests > requests or meta.num_rows > rows or seen > tokens:
+    room = flat or FlatSizes(0, 0, 0)
+    fits = meta.flat_rows <= room.rows and len(meta.load_src) <= room.loads and len(meta.save_src) <= room.saves
+    same_way = meta.flat == (flat is not None) or not meta.num_rows
+    if not (fits and same_way) or meta.num_requests > requests or meta.num_rows > rows or seen > tokens:
         raise BadCall(
             f"pad_step: a step of {meta.num_requests} requests, {meta.num_rows} rows and {seen} visible tokens"
-            f"{', through a flat buffer,' if meta.flat else ''} does not fit {requests}, {rows} and {tokens}"
+            f"{f', through a flat buffer of {meta.flat_rows},' if meta.flat else ''} does not fit {requests}, {rows} and {tokens}"
+            f"{f', through one of {flat.rows}' if flat else ''}"
         )
 
     def padded(array: np.ndarray, *shape: int, value: int = -1) -> np.ndarray:
@@ -219,8 +242,11 @@ def pad_step(meta: StepMeta, *, requests: int, rows: int, columns: int, tokens: 
             padded(one.complete, groups), padded(one.positions, groups), padded(one.slots, groups),
             padded(one.visible, rows, value=0), tokens // ratio,
         )  # fmt: skip
+    for names, size in ((("load_src", "load_dst"), room.loads), (("save_src", "save_dst"), room.saves)):
+        arrays |= {name: padded(getattr(meta, name), size) for name in names}
     count = np.array([meta.num_rows], np.int32)
     fixed = {"num_rows": rows, "num_requests": requests, "ratios": ratios, "count": count}
+    fixed |= {"flat": flat is not None, "flat_rows": room.rows}
     return StepMeta(**{**vars(meta), **arrays, **fixed})
 
 
