@@ -18,7 +18,10 @@ from deepinfer.model_config import (
 from deepinfer.topology import LayerTopology
 from deepinfer.units import human_int
 
-_HUMAN_SIZED = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_cache_bytes")
+DEFAULT_PROMPT_GRAPH_TOKENS = 1024
+_HUMAN_SIZED = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_cache_bytes", "max_prompt_graph_tokens",
+)  # fmt: skip
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,7 +33,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     - max_model_len: tokens of prompt and output together; None takes what the model and the memory allow.
     - block_size: tokens in a cache block. num_blocks or kv_cache_bytes: size of the pool; both None lets the engine
       choose. max_backtrack: tokens by which a sequence's state can be rolled back.
-    - enforce_eager: capture no graphs of decode steps, on a backend that can.
+    - enforce_eager: capture no graphs of steps, on a backend that can. max_prompt_graph_tokens: token rows of the largest
+      captured step with a prompt in it; larger ones keep a device busy without; 0 captures decode steps alone.
     - overlap: plan the next step while the device runs; None leaves it to the backend. threads: CPU threads; None
       leaves them as they are.
     """
@@ -53,6 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     debug_checks: bool = False
     seed: int = 0
     enforce_eager: bool = False
+    max_prompt_graph_tokens: int = DEFAULT_PROMPT_GRAPH_TOKENS
     overlap: bool | None = None
     threads: int | None = None
     disable_progress: bool = False
@@ -101,6 +106,7 @@ def _check_engine_config(config: EngineConfig) -> None:
         "num_blocks": (1, 1 << 31),
         "kv_cache_bytes": (1, 1 << 62),
         "max_backtrack": (0, 64),
+        "max_prompt_graph_tokens": (0, 1 << 20),
         "seed": (0, (1 << 64) - 1),
         "threads": (1, 4096),
     }

@@ -45,7 +45,7 @@ def measure_gap(backend: Any, index: int, model: SliceModel, requests: int, step
     length = PROMPT_TOKENS + steps + 3 * _SETTLE_STEPS
     config = EngineConfig.create(
         model="slice", backend=f"{backend.name}:{index}", max_num_seqs=requests, max_model_len=length,
-        max_num_batched_tokens=max(LOOP_ROWS, requests),
+        max_num_batched_tokens=max(LOOP_ROWS, requests), max_prompt_graph_tokens=0,
     )  # fmt: skip
     with phases("networks"):
         runner = _runner(backend, index, model, config, requests, length)

@@ -52,7 +52,7 @@ class LogicalWeight(msgspec.Struct, frozen=True):
 
 
 class BytePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one rank by pool, and the sizes they follow from. graphs: what decode steps are captured into, or None."""
+    """Bytes of one rank by pool, and the sizes they follow from. graphs: what steps are captured into, or None."""
 
     ranks: int
     max_model_len: int
@@ -98,13 +98,14 @@ def plan_bytes(
     ranks: int = 1,
     with_draft: bool = False,
     with_graphs: bool = False,
+    max_prompt_graph_tokens: int = 0,
     numerics: Numerics | None = None,
     prepared_nbytes: PreparedNbytes | None = None,
 ) -> BytePlan:
     """Plan one rank. Raises ConfigError.
 
     num_blocks: None holds max_num_seqs sequences of max_model_len tokens. with_draft: also the draft's step buffers.
-    with_graphs: also the captured decode steps of a backend that has graphs.
+    with_graphs: also the captured steps of a backend that has graphs, those with prompts up to max_prompt_graph_tokens rows.
     """
     text = config.text
     for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("ep", ranks)):
@@ -142,7 +143,11 @@ def plan_bytes(
             with_draft,
         ),
         logits_bytes=logits_bytes(text, numerics, max(max_num_seqs, MIN_LOGIT_ROWS)),
-        graphs=plan_graphs(text, numerics, max_num_seqs, max_model_len) if with_graphs else None,
+        graphs=plan_graphs(
+            text, numerics, max_num_seqs, max_model_len, min(max_prompt_graph_tokens, max(max_num_batched_tokens, max_num_seqs))
+        )
+        if with_graphs
+        else None,
     )
 
 

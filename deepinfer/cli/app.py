@@ -50,13 +50,16 @@ def check(
     max_model_len: Annotated[int | None, typer.Option(parser=human_size, metavar="N", help="Such as 4k.")] = None,
     max_num_seqs: Annotated[int, typer.Option(parser=human_size, metavar="N", help="Sequences that run together.")] = 64,
     mode: Annotated[str, typer.Option(help="Read full shards, headers or the index only: auto, full, headers, index.")] = "auto",
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Plan no graphs of decode steps.")] = False,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Plan no graphs of steps.")] = False,
+    max_prompt_graph_tokens: Annotated[
+        int | None, typer.Option(parser=human_size, metavar="N", help="Rows of the largest captured step with prompts.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """What a checkpoint is, what it takes in bytes per rank, and everything that is wrong with it."""
     from deepinfer.cli.check import check_command
 
-    return check_command(model, backend, ep, max_model_len, max_num_seqs, as_json, mode, enforce_eager)
+    return check_command(model, backend, ep, max_model_len, max_num_seqs, as_json, mode, enforce_eager, max_prompt_graph_tokens)
 
 
 add_command(app, "generate", generate.generate)

@@ -16,6 +16,7 @@ import msgspec
 from deepinfer.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from deepinfer.checkpoint.plan import MIN_LOGIT_ROWS, BytePlan, PreparedNbytes, plan_bytes
 from deepinfer.checkpoint.reader import Checkpoint, open_checkpoint
+from deepinfer.config import DEFAULT_PROMPT_GRAPH_TOKENS
 from deepinfer.errors import CapacityError, CheckpointError, ConfigError, DeepInferError
 from deepinfer.model.graph_plan import GraphPlan
 from deepinfer.model_config import ModelConfig
@@ -70,6 +71,7 @@ def run_check(
     max_num_seqs: int | str = 64,
     mode: str = "auto",
     enforce_eager: bool = False,
+    max_prompt_graph_tokens: int | None = None,
 ) -> CheckReport:
     """Examine a checkpoint; what is wrong with it becomes a problem of the report.
 
@@ -95,6 +97,7 @@ def run_check(
         max_num_seqs=sequences or 64,
         ranks=ep,
         with_graphs=with_graphs and not enforce_eager,
+        max_prompt_graph_tokens=DEFAULT_PROMPT_GRAPH_TOKENS if max_prompt_graph_tokens is None else max_prompt_graph_tokens,
         prepared_nbytes=prepared,
     )
     problems = [_problem(error) for error in checkpoint.problems]
@@ -123,9 +126,10 @@ def check_command(
     as_json: bool = False,
     mode: str = "auto",
     enforce_eager: bool = False,
+    max_prompt_graph_tokens: int | None = None,
 ) -> int:
     """Print the report; the exit status is 0 for a sound checkpoint and 1 otherwise. Raises as `run_check` does."""
-    report = run_check(model, backend, ep, max_model_len, max_num_seqs, mode, enforce_eager)
+    report = run_check(model, backend, ep, max_model_len, max_num_seqs, mode, enforce_eager, max_prompt_graph_tokens)
     if as_json:
         print(json.dumps(report.to_builtins(), indent=2))
     else:
@@ -220,7 +224,8 @@ def _plan_table(plan: BytePlan, backend: str | None, device_bytes: int | None) -
 
 
 def _graphs_text(graphs: GraphPlan) -> str:
-    return f"{graphs.graphs}, of {graphs.sizes[0]} to {graphs.sizes[-1]} sequences"
+    prompts = f", prompts to {graphs.prompt_rows[-1]} rows" if graphs.prompt_rows else ""
+    return f"{graphs.graphs}, of {graphs.sizes[0]} to {graphs.sizes[-1]} sequences{prompts}"
 
 
 def _describe_vision(config: ModelConfig) -> str:

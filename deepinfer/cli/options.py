@@ -46,7 +46,8 @@ class EngineOptions:
     kv_cache_bytes: Annotated[int | None, _size("Size of the KV cache, such as 512M.", _ENGINE)] = None
     batch_invariant: Annotated[bool, _flag("Bits of a request depend on nothing else.", _ENGINE, "--batch-invariant")] = False
     fallback: Annotated[Literal["allow", "forbid"], _flag("May reference ops serve where no kernel does?", _ENGINE)] = "allow"
-    enforce_eager: Annotated[bool, _flag("Capture no graphs of decode steps.", _ENGINE, "--enforce-eager")] = False
+    enforce_eager: Annotated[bool, _flag("Capture no graphs of steps.", _ENGINE, "--enforce-eager")] = False
+    max_prompt_graph_tokens: Annotated[int | None, _size("Rows of the largest captured step with prompts.", _ENGINE)] = None
     threads: Annotated[int | None, _size("CPU threads.", _ENGINE)] = None
 
     def settings(self) -> dict[str, Any]:

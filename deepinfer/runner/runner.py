@@ -86,13 +86,15 @@ class Runner:
         return self.staging.upload([array])[0]
 
     def warm_up(self) -> None:
-        """Before the first step: captures the decode steps of every padded size, where the backend can and the settings allow
-        it, and runs prefills of all sizes on a device that may compile kernels at their first launch. `graphs` then tells
-        what there is."""
+        """Before the first step: captures steps of every padded size, where the backend can and the settings allow it, and runs
+        prefills of all sizes on a device that may compile kernels at their first launch. `graphs` then tells what there is."""
         loaded, sizes = self.loaded, self.loaded.sizes
         capabilities = loaded.backend.capabilities(loaded.device_index)
         if capabilities.graphs and not loaded.config.enforce_eager:
-            shapes = graph_shapes(min(sizes.num_slots, loaded.config.max_num_seqs), sizes.max_model_len)
+            shapes = graph_shapes(
+                min(sizes.num_slots, loaded.config.max_num_seqs), sizes.max_model_len,
+                max_prompt_rows=min(loaded.config.max_prompt_graph_tokens, sizes.max_rows),
+            )  # fmt: skip
             slot = loaded.backend.graphs(loaded.device_index)
             self.graphs = StepGraphs(self.network, slot, self.staging, shapes, loaded.dispatcher)
             self.graphs.warm_up()
@@ -103,12 +105,14 @@ class Runner:
         """Step arrays of R requests, on the device."""
         return self.to_device(self.plan_host(cu_q, starts, slots, block_tables))
 
-    def plan_host(self, cu_q: np.ndarray, starts: np.ndarray, slots: np.ndarray, block_tables: np.ndarray) -> StepMeta:
-        """Step arrays of R requests, on the host."""
+    def plan_host(
+        self, cu_q: np.ndarray, starts: np.ndarray, slots: np.ndarray, block_tables: np.ndarray, flat: bool = False
+    ) -> StepMeta:
+        """Step arrays of R requests, on the host; flat: through the flat buffer of window rows, though they may not need it."""
         layout = self.state.layout
         return plan_step(
             cu_q, starts, slots, block_tables, window=layout.window, ring_rows=layout.ring_rows, slot_rows=layout.slot_rows,
-            ratios=layout.ratios, block_tokens=BLOCK_TOKENS,
+            ratios=layout.ratios, block_tokens=BLOCK_TOKENS, flat=flat,
         )  # fmt: skip
 
     def to_device(self, meta: StepMeta) -> StepMeta:
@@ -142,9 +146,11 @@ class Runner:
     def _forward(self, plan: Any, meta: StepMeta, last_rows: np.ndarray, step: SampledStep) -> torch.Tensor | None:
         """Enqueues the network on a host plan, from a graph where one holds it: logits of `last_rows`, and in `step` the
         prompt's log-probabilities that the plan asks for."""
-        captured = self.graphs is not None and len(last_rows) and not len(plan.logit_rows)
+        captured = self.graphs is not None and not len(plan.logit_rows)
         shape = self.graphs.choose(meta, len(last_rows)) if captured else None
         if shape is not None:
+            if shape.prompts and not meta.flat:
+                meta = self.plan_host(plan.cu_q, plan.starts, plan.slots, plan.block_tables, flat=True)
             return self.graphs.launch(shape, meta, last_rows)
         meta = self.to_device(meta)
         residual = self.network.forward(meta)

@@ -1,4 +1,7 @@
-"""Captured decode steps: the same bits as eager ones, whatever the padding, and eager steps with a reason where an op waits."""
+"""Captured decode steps: the same bits as eager ones, whatever the padding, and eager steps with a reason where an op waits.
+
+Steps with prompts in them: test_prompt_graphs.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ LENGTHS = [12, 5, 9, 12, 3]
 def generate(monkeypatch, backend, **settings):
     """(tokens and log-probabilities of every prompt, the engine's graphs)."""
     monkeypatch.setattr(loading, "open_backend", lambda name: (backend, 0))
-    llm = LLM(str(nano_folder("random")), backend="recording", max_model_len=256, max_num_seqs=5, **settings)
+    sizes = {"max_model_len": 256, "max_num_seqs": 5, "max_prompt_graph_tokens": 0}
+    llm = LLM(str(nano_folder("random")), backend="recording", **sizes | settings)
     params = [SamplingParams(max_tokens=n, temperature=0.8, seed=n, ignore_eos=True, logprobs=3) for n in LENGTHS]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert not any(output.error for output in outputs)
@@ -169,14 +173,26 @@ class TestTheByteplan:
     def test_counts_the_graphs_of_a_backend_that_has_them(self, monkeypatch, capsys):
         monkeypatch.setattr("deepinfer_hal.registry.open_backend", lambda name: (RecordingBackend(), 0))
         for eager, shown in ((False, True), (True, False)):
-            plan = run_check("nano", "recording", max_num_seqs=8, max_model_len=8192, enforce_eager=eager).plan
-            check_command("nano", "recording", max_num_seqs=8, max_model_len=8192, enforce_eager=eager)
-            line = "8, of 1 to 8 sequences"
-            assert (line in capsys.readouterr().out) == shown == (plan.graphs is not None)
+            sizes = {"max_num_seqs": 8, "max_model_len": 8192, "enforce_eager": eager}
+            plan = run_check("nano", "recording", **sizes).plan
+            check_command("nano", "recording", **sizes)
+            line = "38, of 1 to 8 sequences, prompts to 1024 rows"
+            assert (line in " ".join(capsys.readouterr().out.split())) == shown == (plan.graphs is not None)
             if shown:
                 without = run_check("nano", max_num_seqs=8, max_model_len=8192).plan
-                assert plan.graphs.graphs == len(graph_shapes(8, 8192)) and without.graphs is None
-                assert plan.graphs.total_bytes > plan.graphs.pool_bytes > 8 * 4 * 512 * 2
+                assert plan.graphs.graphs == len(graph_shapes(8, 8192, max_prompt_rows=1024)) and without.graphs is None
+                assert plan.graphs.total_bytes > plan.graphs.pool_bytes > 1024 * 4 * 512 * 2
+
+    def test_counts_steps_with_prompts_up_to_the_setting(self, monkeypatch, capsys):
+        monkeypatch.setattr("deepinfer_hal.registry.open_backend", lambda name: (RecordingBackend(), 0))
+        sizes = {"max_num_seqs": 8, "max_model_len": 8192}
+        plans = {most: run_check("nano", "recording", max_prompt_graph_tokens=most, **sizes).plan for most in (0, 256, 4096)}
+        counts = [len(graph_shapes(8, 8192, max_prompt_rows=rows)) for rows in (0, 256, 2048)]  # of a step: 2048 at most
+        assert [plan.graphs.graphs for plan in plans.values()] == counts
+        assert plans[0].graphs.total_bytes < plans[256].graphs.total_bytes < plans[4096].graphs.total_bytes
+        check_command("nano", "recording", max_prompt_graph_tokens=0, **sizes)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "8, of 1 to 8 sequences" in printed and "prompts" not in printed
 
 
 class TestPadding:

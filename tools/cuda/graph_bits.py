@@ -1,11 +1,12 @@
-"""Whether captured and eager decode steps give the same bits on a GPU: nano generates in both modes, tokens and log-probabilities
-are compared exactly, and with the CPU backend's tokens if asked. And whether a row of NaN in a captured step stays alone: nano
+"""Whether captured and eager steps give the same bits on a GPU: nano generates in both modes, tokens and log-probabilities are
+compared exactly, and with the CPU backend's tokens if asked; once more for prompts of many lengths, in chunks of some sizes and
+beside decoding sequences, whose steps are captured too. And whether a row of NaN in a captured step stays alone: nano
 with one token that embeds as NaN, which one request is made to take.
 
     python tools/cuda/graph_bits.py [--backend cuda] [--with-cpu] [--json FILE]
 
-The exit status is 1 if the modes differ, if no step was captured, if a request failed, or if the row of NaN was not told or
-changed another request. One engine a process holds the device's memory; three here fit beside each other.
+The exit status is 1 if the modes differ, if no step was captured, or none with a prompt, if a request failed, or if the row of
+NaN was not told or changed another request. One engine a process holds the device's memory; those here fit beside each other.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ from deepinfer.model_path import resolve_model
 LENGTHS = (40, 9, 23, 40, 3, 17, 31)
 """Tokens of each sequence: batches shrink through several padded sizes."""
 
-_SEED = 5
+PROMPT_LENGTHS = (1, 6, 7, 8, 16, 31, 64, 65, 127, 128, 129, 140, 256, 300, 511, 700, 900)
+"""Tokens of prompts: about the sizes that steps are padded to, the window's and a block's."""
 
+CHUNKS = (40, 129, 1024)
+"""Token rows of a step at most, of which prompts of PROMPT_LENGTHS are run."""
+
+LONG_LENGTHS, LONG_CHUNK = (30, 5100, 4095, 900, 6000), 700
+"""The same for prompts beyond the first limit of visible tokens, whose graphs have wider scores."""
+
+_SEED = 5
 
 POISONED = 1999
 """The token that embeds as NaN; no prompt here has it, and only the bad request is made to sample it."""
@@ -86,21 +95,71 @@ def poison(source: Path, target: Path) -> None:
     raise ValueError(f"{source} has no embed.weight")
 
 
+def prompt_requests(lengths: tuple[int, ...]) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of many lengths, mixed, so that steps hold several of them beside decoding sequences."""
+    draw = np.random.default_rng(_SEED)
+    prompts = [draw.integers(3, POISONED, length).tolist() for length in draw.permutation(lengths).tolist()]
+    params = [
+        SamplingParams(max_tokens=3 + number % 7, temperature=0.9, seed=number, ignore_eos=True, logprobs=3)
+        for number in range(len(prompts))
+    ]
+    return prompts, params
+
+
+def compare_prompts(backend: str, chunk: int, lengths: tuple[int, ...] = PROMPT_LENGTHS, **settings: Any) -> dict[str, Any]:
+    """Both modes for prompts of many lengths in steps of at most `chunk` rows, and how many steps were replayed."""
+    sizes = {"max_model_len": max(lengths) + 124, "max_num_seqs": len(LENGTHS), "max_num_batched_tokens": chunk}
+    told_by, replayed, steps = [], [], 0
+    for eager in (False, True):
+        llm = LLM("nano", backend=backend, enforce_eager=eager, **sizes, **settings)
+        if not eager:
+            replayed, steps = count_replays(llm), count_steps(llm)
+        told_by.append(told(llm.generate(*prompt_requests(lengths), use_tqdm=False)))
+    differ = [number for number, pair in enumerate(zip(*told_by, strict=True)) if pair[0] != pair[1]]
+    return {
+        "rows_of_a_step": chunk, "sequences": len(lengths), "steps": len(steps), "replays": len(replayed),
+        "replays_with_prompts": sum(shape.prompts for shape, _ in replayed),
+        "shapes_with_prompts": len({shape for shape, _ in replayed if shape.prompts}),
+        "same_bits": not differ, "sequences_that_differ": differ,
+    }  # fmt: skip
+
+
+def count_replays(llm: LLM) -> list[tuple[Any, int]]:
+    """A list that gets (shape, requests) of every step replayed from now on."""
+    replayed: list[tuple[Any, int]] = []
+    graphs = llm.engine.runner.graphs
+    if graphs is not None:
+        launch = graphs.launch
+
+        def counted(shape: Any, meta: Any, rows: Any) -> Any:
+            replayed.append((shape, meta.num_requests))
+            return launch(shape, meta, rows)
+
+        graphs.launch = counted
+    return replayed
+
+
+def count_steps(llm: LLM) -> list[int]:
+    """A list that gets the token rows of every step from now on."""
+    rows: list[int] = []
+    runner = llm.engine.runner
+    launch = runner.launch
+
+    def counted(plan: Any) -> Any:
+        rows.append(plan.num_tokens)
+        return launch(plan)
+
+    runner.launch = counted
+    return rows
+
+
 def bad_row(folder: Path, backend: str, **settings: Any) -> dict[str, Any]:
     """One request whose second step computes on NaN, among others: what became of it, and whether the others' tokens and
     log-probabilities, with it and after it in its slot and blocks, are those without it. folder: a poisoned checkpoint."""
     llm = LLM(str(folder), backend=backend, max_model_len=1024, max_num_seqs=len(LENGTHS) + 1, **settings)
     prompts, params = requests()
     without = told(llm.generate(prompts, params, use_tqdm=False))
-    replayed, graphs = [], llm.engine.runner.graphs
-    if graphs is not None:
-        launch = graphs.launch
-
-        def counted(shape: Any, meta: Any, rows: Any) -> Any:
-            replayed.append(meta.num_requests)
-            return launch(shape, meta, rows)
-
-        graphs.launch = counted
+    replayed = count_replays(llm)
     bad = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logit_bias={POISONED: 100.0})
     *others, failed = llm.generate([*prompts, [5, 6, 7]], [*params, bad], use_tqdm=False)
     after = told(llm.generate(prompts, params, use_tqdm=False))
@@ -108,7 +167,7 @@ def bad_row(folder: Path, backend: str, **settings: Any) -> dict[str, Any]:
     return {
         "error": failed.error or "", "tokens": list(ended.token_ids), "finish_reason": ended.finish_reason,
         "others_unchanged": told(others) == without, "unchanged_after_it": after == without,
-        "replays_with_it": sum(count == len(LENGTHS) + 1 for count in replayed),
+        "replays_with_it": sum(count == len(LENGTHS) + 1 for _, count in replayed),
     }  # fmt: skip
 
 
@@ -149,6 +208,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     result = compare(arguments.backend, arguments.with_cpu)
+    result["prompts"] = [compare_prompts(arguments.backend, chunk) for chunk in CHUNKS]
+    result["prompts"].append(compare_prompts(arguments.backend, LONG_CHUNK, LONG_LENGTHS))
     with tempfile.TemporaryDirectory() as folder:
         poison(resolve_model("nano"), Path(folder) / "nano")
         result["bad_row"] = bad_row(Path(folder) / "nano", arguments.backend)
@@ -156,7 +217,8 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps({"command": " ".join(sys.argv), **result}, indent=1) + "\n", encoding="utf-8")
     alone = stayed_alone(result["bad_row"]) and result["bad_row"]["replays_with_it"] > 0
-    return 0 if result["same_bits"] and result["graphs"] and alone else 1
+    same = all(one["same_bits"] and one["replays_with_prompts"] for one in result["prompts"])
+    return 0 if result["same_bits"] and result["graphs"] and same and alone else 1
 
 
 if __name__ == "__main__":
