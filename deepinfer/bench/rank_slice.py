@@ -26,6 +26,7 @@ from deepinfer.bench.slice_memory import check_memory, decode_rows
 from deepinfer.bench.slice_model import SliceModel
 from deepinfer.bench.slice_steps import BoundNetwork, StepBench
 from deepinfer.bench.slice_workload import Workload
+from deepinfer.config import DEFAULT_PROMPT_GRAPH_TOKENS
 from deepinfer.runner.graphs import DRAFT_ONLY, eager_reason
 
 _CEILING_BYTES = 256 << 20
@@ -193,8 +194,8 @@ class _Bench:
             step = StepBench(self.model, self.bound, what["requests"], what["tokens"], before, logits_each)
             step.whole()  # what serves a call may be known only when it is made
         reason = eager_reason(step.dispatcher, step.outside | DRAFT_ONLY)
-        if what["kind"] == "prefill":
-            reason = "a prefill is not captured"
+        if what["kind"] == "prefill" and what["tokens"] > DEFAULT_PROMPT_GRAPH_TOKENS:
+            reason = f"the engine captures steps with prompts up to {DEFAULT_PROMPT_GRAPH_TOKENS} rows"
         if self.graphs is None:
             reason = "the backend captures no graphs"
         graphs = self.graphs if reason is None else None

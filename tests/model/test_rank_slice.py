@@ -96,7 +96,9 @@ def short_samples():
 @pytest.fixture(scope="module")
 def result(short_samples):
     load = Workload(requests=(2,), verify=(2,), context=256, prefill=(200,), ops_at=(2,), gap_steps=3)
-    return measure(RecordingBackend(), 0, make_slice(NANO, 6, 2), load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_slice, "DEFAULT_PROMPT_GRAPH_TOKENS", 199)
+        return measure(RecordingBackend(), 0, make_slice(NANO, 6, 2), load)
 
 
 class Marking(CpuBackend):
@@ -169,6 +171,11 @@ class TestMeasuring:
         assert list(decode["parts"])[-3:] == ["engram", "features", "head"]
         assert list(verify["parts"])[-4:] == ["engram", "features", "head", "draft"]
         assert prefill["finite"] and not prefill["whole"]["graph"] and "draft" not in prefill["parts"]
+
+    @pytest.mark.parametrize("tokens", [8, 200])
+    def test_a_prefill_that_the_engine_would_capture_is_captured(self, tokens):
+        (prefill,) = measure(RecordingBackend(), 0, make_slice(NANO, 6, 2), Workload((), (), 0, (tokens,), ()))["steps"]
+        assert prefill["finite"] and prefill["whole"]["graph"] and all(part["graph"] for part in prefill["parts"].values())
 
     def test_every_op_is_timed_beside_its_floor_and_its_calls_are_told_apart_by_part(self, result):
         ops = {(op["op"], op["role"]): op for op in result["steps"][0]["ops"]}
