@@ -1,15 +1,18 @@
 """Binds a shared library of kernels (the C ABI of hal/include/deepinfer/hal.h) with nothing but ctypes.
 
 `CLibrary(path).kernels(provider)` gives one Kernel for each op card whose `di_<op>` symbol the library exports; what a
-call passes is made from the card's signature alone. Marshalling takes some ten microseconds a call: enough for a first
-port; a backend in a hurry binds the same symbols with a compiled module.
+call passes is made from the card's signature alone, and what a signature decides is decided when an op is bound. Marshalling
+takes five to ten microseconds a call: enough for a first port; a backend in a hurry binds the same symbols with a compiled
+module.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,32 @@ _ERRORS = {1: BadCall, 2: Unsupported}
 _MESSAGE_BYTES = 256
 
 
+_Call = Callable[[Sequence[bytes], Sequence[int], Sequence[float]], None]
+
+
 class _Params(ctypes.Structure):
-    _fields_ = (("i", ctypes.c_char_p), ("d", ctypes.c_char_p), ("n_i", ctypes.c_int32), ("n_d", ctypes.c_int32))
+    _fields_ = (("i", ctypes.c_void_p), ("d", ctypes.c_void_p), ("n_i", ctypes.c_int32), ("n_d", ctypes.c_int32))
+
+
+class _Passed(threading.local):
+    """What the calls of one symbol pass by address, made once for each thread: integers, reals and room for a message. A library
+    reads and writes it before it returns."""
+
+    def __init__(self) -> None:
+        self.counts: tuple[int, int] | None = None
+        self.message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+
+    def params(self, integers: Sequence[int], numbers: Sequence[float]) -> Any:
+        """A reference to a di_params that holds them until the thread's next call."""
+        counts = len(integers), len(numbers)
+        if counts != self.counts:
+            self._scalars = struct.Struct(f"@{counts[0]}q{counts[1]}d")
+            self._held = ctypes.create_string_buffer(max(self._scalars.size, 1))
+            address = ctypes.addressof(self._held)
+            self._reference = ctypes.byref(_Params(address, address + 8 * counts[0], *counts))
+            self.counts = counts
+        self._scalars.pack_into(self._held, 0, *integers, *numbers)
+        return self._reference
 
 
 def include_dir() -> Path:
@@ -118,63 +145,59 @@ class CLibrary:
 
     def bind(self, card: OpCard) -> Callable[..., None]:
         """The call of one op, taking the card's arguments in order."""
-        call, pack_args, count = self.function(card.name), self._packer(card), len(card.signature)
+        call, count = self.function(card.name), len(card.signature)
+        kinds = ["tensor" if arg.is_tensor else arg.kind for arg in card.signature]
+        packers = {"tensor": self.pack, "weight": self._weight_bytes}
+        tensors = [(place, packers[kind]) for place, kind in enumerate(kinds) if kind in packers]
+        numbers = [place for place, kind in enumerate(kinds) if kind == "float"]
+        integers = [
+            (place, functools.partial(_string_code, card, place) if kind == "str" else int)
+            for place, kind in enumerate(kinds)
+            if kind not in (*packers, "float")
+        ]
+        has_comm = "comm" in kinds
 
         def bound(*values: Any, **named: Any) -> None:
-            whole = len(values) == count and not named
-            call(*pack_args(values if whole else card.bind_args(values, named).values()))
+            if len(values) != count or named:
+                values = tuple(card.bind_args(values, named).values())
+            if has_comm:
+                raise Unsupported(f"{card.name}: a communicator has no form in the C ABI; offer this op from Python")
+            call(
+                [pack(values[place]) for place, pack in tensors],
+                [whole(values[place]) for place, whole in integers],
+                [float(values[place]) for place in numbers],
+            )
 
         return bound
 
-    def function(self, name: str) -> Callable[[Sequence[bytes], Sequence[int], Sequence[float]], None]:
+    def _weight_bytes(self, weight: WeightHandle) -> bytes:
+        return b"".join(self.pack_weight(weight))
+
+    def function(self, name: str) -> _Call:
         """`di_<name>`, taking packed tensors, integers and reals. Raises the typed error of a status that is not DI_OK."""
         symbol = getattr(self._library, f"di_{name}")
         symbol.restype = ctypes.c_int
         symbol.argtypes = (
-            ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(_Params), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
-            ctypes.c_char_p,
+            ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p,
         )  # fmt: skip
+        stream_of, room_of, passed = _given(self.stream), _given(self.workspace), _Passed()
 
         def call(tensors: Sequence[bytes], integers: Sequence[int], numbers: Sequence[float]) -> None:
-            params = _Params(
-                struct.pack(f"@{len(integers)}q", *integers), struct.pack(f"@{len(numbers)}d", *numbers), len(integers),
-                len(numbers),
-            )  # fmt: skip
-            message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-            stream = self.stream() if callable(self.stream) else self.stream
-            room = self.workspace(stream) if callable(self.workspace) else self.workspace
-            status = symbol(b"".join(tensors), len(tensors), ctypes.byref(params), stream, *room, message)
+            packed, message = b"".join(tensors), passed.message
+            stream = stream_of()
+            address, nbytes = room_of(stream)
+            params = passed.params(integers, numbers)
+            status = symbol(packed, len(packed) // _TENSOR.size, params, stream, address, nbytes, message)
             if status:
-                text = message.value.decode(errors="replace") or f"status {status}"
+                text, message.value = message.value.decode(errors="replace") or f"status {status}", b""
                 raise _ERRORS.get(status, BackendError)(f"{name}: {text}")
 
         return call
 
-    def _packer(self, card: OpCard) -> Callable[[Iterable[Any]], tuple[list[bytes], list[int], list[float]]]:
-        """What packs a call's arguments, given in order: what depends on the card alone is decided once."""
-        kinds = tuple("tensor" if arg.is_tensor else arg.kind for arg in card.signature)
-        pack, pack_weight = self.pack, self.pack_weight
 
-        def pack_args(values: Iterable[Any]) -> tuple[list[bytes], list[int], list[float]]:
-            tensors: list[bytes] = []
-            integers: list[int] = []
-            numbers: list[float] = []
-            for at, (kind, value) in enumerate(zip(kinds, values, strict=True)):
-                if kind == "tensor":
-                    tensors.append(pack(value))
-                elif kind == "weight":
-                    tensors += pack_weight(value)
-                elif kind == "float":
-                    numbers.append(float(value))
-                elif kind == "comm":
-                    raise Unsupported(f"{card.name}: a communicator has no form in the C ABI; offer this op from Python")
-                elif kind == "str":
-                    integers.append(_string_code(card, at, value))
-                else:
-                    integers.append(int(value))
-            return tensors, integers, numbers
-
-        return pack_args
+def _given(value: Any) -> Callable[..., Any]:
+    """`value`, if it is to be called for each call, or what gives it."""
+    return value if callable(value) else lambda *_: value
 
 
 def _string_code(card: OpCard, place: int, value: str) -> int:
