@@ -35,9 +35,17 @@ PRIORITY = 100
 def library(device: torch.device) -> CLibrary:
     """The library bound to a device: calls go to the stream that is current there."""
     return CLibrary(
-        LIBRARY, stream=lambda: torch.cuda.current_stream(device).cuda_stream, pack=packing.tensors_of(device),
-        pack_weight=packing.weights_of(device), workspace=Workspaces(device, WORKSPACE_BYTES),
+        LIBRARY, stream=_current_stream(device), pack=packing.tensors_of(device), pack_weight=packing.weights_of(device),
+        workspace=Workspaces(device, WORKSPACE_BYTES),
     )  # fmt: skip
+
+
+def _current_stream(device: torch.device) -> Callable[[], int]:
+    """What gives the device's current stream (a cudaStream_t): cheaply where torch has a way without an object."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw is None or device.index is None:
+        return lambda: torch.cuda.current_stream(device).cuda_stream
+    return functools.partial(raw, device.index)
 
 
 def kernels(capability: tuple[int, int], device: torch.device) -> list[Kernel]:

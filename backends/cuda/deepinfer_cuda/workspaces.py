@@ -42,16 +42,18 @@ class Workspaces:
     def __init__(self, device: torch.device, nbytes: int, capture_of: Callable[[int], int] = capture_of_stream) -> None:
         self._device, self._nbytes, self._capture_of = device, nbytes, capture_of
         self._made: dict[int | None, torch.Tensor] = {}
+        self._known: dict[int | None, tuple[int, int]] = {}
 
     def __call__(self, stream: int | None) -> tuple[int, int]:
         """Pointer and bytes: what `CLibrary` passes on."""
         if self._capture_of(stream or 0):
             room = self._room(stream)
-        else:
-            if stream not in self._made:
-                self._made[stream] = self._room(stream)
-            room = self._made[stream]
-        return room.data_ptr(), room.numel()
+            return room.data_ptr(), room.numel()
+        known = self._known.get(stream)
+        if known is None:
+            room = self._made[stream] = self._room(stream)
+            known = self._known[stream] = room.data_ptr(), room.numel()
+        return known
 
     def _room(self, stream: int | None) -> torch.Tensor:
         try:
