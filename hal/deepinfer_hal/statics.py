@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,40 @@ def open_statics(card: OpCard, statics: Mapping[str, Any]) -> list[str]:
     return [name for name in told if name not in statics]
 
 
-def call_kind(args: Sequence[Any]) -> tuple[Any, ...]:
-    """A key that is equal for calls with equal statics: dtypes, formats, widths, strings and flags of the arguments."""
-    return tuple(
-        (value.dtype, value.shape[1:]) if isinstance(value, torch.Tensor)
-        else (weight_format(value), value.shape) if isinstance(value, WeightHandle)
-        else value if value is None or isinstance(value, (str, bool)) else ()
-        for value in args
-    )  # fmt: skip
+def call_form(card: OpCard) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What makes a key of a call's arguments, given in order: equal for calls of equal shapes, dtypes, formats, strings and
+    flags. Finer than `call_kind`, and told in less time."""
+    tensors = [place for place, arg in enumerate(card.signature) if arg.is_tensor]
+    weights = [place for place, arg in enumerate(card.signature) if arg.kind == "weight"]
+    flags = [place for place, arg in enumerate(card.signature) if arg.kind in ("str", "bool")]
+
+    def form(args: Sequence[Any]) -> tuple[Any, ...]:
+        parts: list[Any] = []
+        add = parts.append
+        for place in tensors:
+            value = args[place]
+            if value is None:
+                add(None)
+            else:
+                add(value.dtype)
+                add(value.shape)
+        for place in weights:
+            value = args[place]
+            if value is None:
+                add(None)
+            else:
+                add(weight_format(value))
+                add(tuple(value.shape))
+        for place in flags:
+            add(args[place])
+        return tuple(parts)
+
+    return form
+
+
+def call_kind(form: Sequence[Any]) -> tuple[Any, ...]:
+    """A key that is equal for calls with equal statics, of what `call_form` made: that without the leading sizes of tensors."""
+    return tuple([part[1:] if isinstance(part, torch.Size) else part for part in form])
 
 
 def call_spec(card: OpCard, args: Mapping[str, Any], batch_invariant: bool = False) -> CallSpec:
