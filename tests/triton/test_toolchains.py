@@ -62,6 +62,15 @@ def test_the_kernels_agree_with_their_cards_in_the_interpreter(share):
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+def test_a_warm_start_takes_the_kernel_that_triton_would_take():
+    python = need(triton_python, assemble_triton.WRITTEN_FOR)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "tests/triton/test_warm_starts.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
 @pytest.mark.parametrize("share", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_ranks_meet_and_exchange_rows_through_windows_in_the_interpreter(share):
     python = need(triton_python, assemble_triton.WRITTEN_FOR)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepinfer_triton import overlap, warm
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -56,10 +58,11 @@ def launch(
     if unfused:
         options["enable_fp_fusion"] = False
     if early:
-        from deepinfer_triton.overlap import OVERLAPS
-
-        options |= {"launch_pdl": True} if OVERLAPS.value else {}
+        options |= {"launch_pdl": True} if overlap.OVERLAPS.value else {}
     if _recorders:
         _recorders[-1].append(Launch(kernel, grid, args, constants, options))
         return
-    kernel[grid](*args, **constants, **options)
+    if type(kernel) is warm.KERNEL:
+        warm.start(kernel, grid, args, constants, options)
+    else:
+        kernel[grid](*args, **constants, **options)
