@@ -19,6 +19,7 @@ from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, quantise_groups, valid_rows
 from deepinfer_triton.ops.stream_collapse import collapse
 from deepinfer_triton.rows import tile_width
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.targets import Target
 
 ROWS, CHUNK = 16, 256
@@ -138,18 +139,18 @@ def mix(
     """A site's coefficients and collapsed input, and with norm_weight its norm and codes."""
     rows, m, hidden = streams.shape
     mixes = (2 + m) * m
-    share, chunks = triton.next_power_of_2(mixes + 1), triton.cdiv(m * hidden, CHUNK)
+    share, chunks = next_power_of_2(mixes + 1), cdiv(m * hidden, CHUNK)
     shares, pitch = out, hidden * out.dtype.itemsize // 4
     if chunks * share > pitch:  # rows too short to hold their shares: no model's
         shares, pitch = torch.empty(rows, chunks * share, dtype=torch.float32, device=out.device), chunks * share
     launch(
-        project_kernel, (chunks, triton.cdiv(rows, ROWS)), streams, fn, count, rows, shares, pitch,
+        project_kernel, (chunks, cdiv(rows, ROWS)), streams, fn, count, rows, shares, pitch,
         WIDTH=m * hidden, MIXES=mixes, SHARE=share, ROWS=ROWS, CHUNK=CHUNK,
         WIDE=target.dot == "f32" or streams.dtype == torch.float32,
     )  # fmt: skip
     launch(
         finish_kernel, (rows,), streams, base, scale, pre_prev, norm_weight, rms_eps, hc_eps, count, rows, shares, pitch,
         out, codes, scales, pre, post, comb,
-        M=m, MP=triton.next_power_of_2(m), H=hidden, TILE=tile_width(hidden), ITERATIONS=iterations,
-        SHARE=share, CHUNKS=chunks, CP=triton.next_power_of_2(chunks), warps=8 if hidden > 1024 else 4,
+        M=m, MP=next_power_of_2(m), H=hidden, TILE=tile_width(hidden), ITERATIONS=iterations,
+        SHARE=share, CHUNKS=chunks, CP=next_power_of_2(chunks), warps=8 if hidden > 1024 else 4,
     )  # fmt: skip

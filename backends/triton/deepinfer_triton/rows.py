@@ -5,6 +5,7 @@ The layout itself is `deepinfer_hal.row_layout`'s; `geometry` turns it into the 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import triton
@@ -21,6 +22,7 @@ from deepinfer_triton.numeric import (
     scale_groups,
     unpack,
 )
+from deepinfer_triton.sizes import next_power_of_2
 
 FORMATS = row_layout.ROW_FORMATS
 
@@ -43,6 +45,7 @@ class Geometry:
         return {prefix + name: value for name, value in names.items()}
 
 
+@functools.cache
 def geometry(format: str, width: int, block_rows: int) -> Geometry:
     """Distances of rows of `width` values; block_rows 0 is a window store, one packed row a block."""
     rows, codes, scales = (
@@ -57,7 +60,7 @@ def geometry(format: str, width: int, block_rows: int) -> Geometry:
 
 def tile_width(width: int) -> int:
     """Columns of the tile that holds a row: a power of two, whole groups of every format."""
-    return max(32, triton.next_power_of_2(width))
+    return max(32, next_power_of_2(width))
 
 
 @triton.jit

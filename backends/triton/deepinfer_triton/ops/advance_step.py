@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from deepinfer_triton.launch import launch
+from deepinfer_triton.sizes import cdiv
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -26,7 +27,7 @@ def advance_step_kernel(tokens, slots, positions, history, history_stride, rows,
 def advance_step(target: Target, tokens, slots, positions, history) -> None:
     rows = tokens.shape[0]
     launch(
-        advance_step_kernel, (triton.cdiv(rows, ROWS),), tokens, slots, positions, history, history.stride(0), rows,
+        advance_step_kernel, (cdiv(rows, ROWS),), tokens, slots, positions, history, history.stride(0), rows,
         ROWS=ROWS,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -90,8 +91,8 @@ def compress_kv(
     rows, width = value.shape
     if state_slots.shape[0] == 0:
         return
-    tile = min(target.columns, triton.next_power_of_2(width))
-    tiles, sources = triton.cdiv(width, tile), (value, value.stride(0), gate, gate.stride(0))
+    tile = min(target.columns, next_power_of_2(width))
+    tiles, sources = cdiv(width, tile), (value, value.stride(0), gate, gate.stride(0))
     launch(
         pool_kernel, (complete.shape[0], tiles), *sources, positions, row_to_req, cu_q, state_slots, complete, carry, out,
         RATIO=ratio, LENGTH=carry.shape[1], D=width, TILE=tile,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from deepinfer_triton.launch import launch
+from deepinfer_triton.sizes import next_power_of_2
 from deepinfer_triton.support import DENSE, NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -47,8 +48,8 @@ def confidence_head(target: Target, raw, mu, weight, temperature, logit, probabi
     rank = mu.shape[1]
     launch(
         confidence_head_kernel, (rows,), raw, raw.stride(0), mu, mu.stride(0), weight, float(temperature), logit,
-        probability, H=hidden, R=rank, TILE=min(target.columns, triton.next_power_of_2(hidden)),
-        R_TILE=triton.next_power_of_2(max(rank, 1)),
+        probability, H=hidden, R=rank, TILE=min(target.columns, next_power_of_2(hidden)),
+        R_TILE=next_power_of_2(max(rank, 1)),
     )  # fmt: skip
 
 

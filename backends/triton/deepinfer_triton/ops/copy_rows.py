@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from deepinfer_triton.launch import launch
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -25,9 +26,9 @@ def copy_rows_kernel(src, src_stride, src_rows, dst_rows, dst, dst_stride, row_b
 
 def copy_rows(target: Target, src, src_rows, dst_rows, dst) -> None:
     rows, row_bytes = src_rows.shape[0], src.shape[1]
-    tile = min(PIECE_BYTES, max(16, triton.next_power_of_2(row_bytes)))
+    tile = min(PIECE_BYTES, max(16, next_power_of_2(row_bytes)))
     launch(
-        copy_rows_kernel, (rows, triton.cdiv(row_bytes, tile)), src, src.stride(0), src_rows, dst_rows, dst,
+        copy_rows_kernel, (rows, cdiv(row_bytes, tile)), src, src.stride(0), src_rows, dst_rows, dst,
         dst.stride(0), row_bytes, TILE=tile,
     )  # fmt: skip
 

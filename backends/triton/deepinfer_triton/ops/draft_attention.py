@@ -15,6 +15,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
 from deepinfer_triton.rows import FORMATS, geometry, load_row_tile, row_offsets, tile_width
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -122,10 +123,10 @@ def draft_attention(
     requests, (heads, width) = anchor.shape[0], q.shape[1:]
     wide = "f32" in (target.dot, window_format) or q.dtype == torch.float32
     queries, tile = draft_block * heads, tile_width(width)
-    group = min(target.draft_heads, max(16, triton.next_power_of_2(queries)))
+    group = min(target.draft_heads, max(16, next_power_of_2(queries)))
     part, columns = min(128, tile), min(target.draft_columns, tile)
     launch(
-        draft_attention_kernel, (requests, triton.cdiv(queries, group), triton.cdiv(width, columns)), q, window,
+        draft_attention_kernel, (requests, cdiv(queries, group), cdiv(width, columns)), q, window,
         window.stride(0), window_base, window_origin, window_modulo, anchor, draft_kv, draft_kv.stride(0), sink, scale, count,
         requests, out, **geometry(window_format, width, 0).constants(), FORMAT=window_format, WINDOW_TOKENS=window_tokens,
         BLOCK=draft_block, HEADS=heads, HP=group, D=width, TILE=tile, PART=part, OUT=columns, KEYS=target.draft_keys,

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -27,9 +28,9 @@ def draft_features_kernel(
 
 def draft_features(target: Target, streams, count, out) -> None:
     rows, m, hidden = streams.shape
-    tile = min(target.columns, triton.next_power_of_2(hidden))
+    tile = min(target.columns, next_power_of_2(hidden))
     launch(
-        draft_features_kernel, (rows, triton.cdiv(hidden, tile)), streams, count, rows, out, out.stride(0), M=m, H=hidden,
+        draft_features_kernel, (rows, cdiv(hidden, tile)), streams, count, rows, out, out.stride(0), M=m, H=hidden,
         TILE=tile,
     )  # fmt: skip
 

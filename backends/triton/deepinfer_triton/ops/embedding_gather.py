@@ -7,6 +7,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 from deepinfer_triton.weights import load_weight_tile, stored, weight_arguments
@@ -33,9 +34,9 @@ def embedding_gather_kernel(
 def embedding_gather(target: Target, ids, table, count, out) -> None:
     kept = stored(table)
     rows, streams, hidden = out.shape
-    tile = min(target.columns, max(32, triton.next_power_of_2(hidden)))
+    tile = min(target.columns, max(32, next_power_of_2(hidden)))
     launch(
-        embedding_gather_kernel, (rows, triton.cdiv(hidden, tile)), ids, kept.values, kept.scales, count, rows, out,
+        embedding_gather_kernel, (rows, cdiv(hidden, tile)), ids, kept.values, kept.scales, count, rows, out,
         M=streams, **weight_arguments(kept), TILE=tile,
     )  # fmt: skip
 

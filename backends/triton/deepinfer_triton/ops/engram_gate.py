@@ -7,6 +7,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.sizes import next_power_of_2
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -50,7 +51,7 @@ def engram_gate(target: Target, kv, q_weight, k_weight, eps, count, streams) -> 
     rows, m, hidden = streams.shape
     launch(
         engram_gate_kernel, (rows, m), kv, kv.stride(0), q_weight, k_weight, eps, count, rows, streams,
-        M=m, H=hidden, TILE=min(target.columns, triton.next_power_of_2(hidden)),
+        M=m, H=hidden, TILE=min(target.columns, next_power_of_2(hidden)),
     )  # fmt: skip
 
 

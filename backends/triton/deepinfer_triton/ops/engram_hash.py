@@ -7,6 +7,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.sizes import next_power_of_2
 from deepinfer_triton.support import offer, serves
 from deepinfer_triton.targets import Target
 
@@ -42,7 +43,7 @@ def engram_hash(target: Target, ngrams, token_map, multipliers, primes, offsets,
     heads = primes.shape[0] // (size - 1)
     launch(
         engram_hash_kernel, (rows,), ngrams, token_map, multipliers, primes, offsets, pad, count, rows, out,
-        VOCAB=token_map.shape[0], N=size, Q=heads, QP=triton.next_power_of_2(heads), warps=1,
+        VOCAB=token_map.shape[0], N=size, Q=heads, QP=next_power_of_2(heads), warps=1,
     )  # fmt: skip
 
 

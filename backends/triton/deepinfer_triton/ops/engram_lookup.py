@@ -11,6 +11,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import decode_e4m3, decode_ue8m0, narrow, valid_rows
+from deepinfer_triton.sizes import next_power_of_2
 from deepinfer_triton.support import ACTIVATIONS, offer, serves
 from deepinfer_triton.targets import Target
 from deepinfer_triton.weights import stored
@@ -47,7 +48,7 @@ def engram_lookup(target: Target, rows, table, count, out, out_scale=None) -> No
     launch(
         engram_lookup_kernel, (height, columns), rows, kept.values, kept.scales, size, count, height, out,
         out_scale if out.dtype == torch.uint8 else None,
-        C=columns, D=width, TILE=max(32, triton.next_power_of_2(width)), warps=1,
+        C=columns, D=width, TILE=max(32, next_power_of_2(width)), warps=1,
     )  # fmt: skip
 
 

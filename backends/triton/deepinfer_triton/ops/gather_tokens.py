@@ -7,6 +7,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -38,8 +39,8 @@ def gather_tokens_kernel(
 def gather_tokens(target: Target, history, slots, row_to_req, positions, count, ids, ngrams=None) -> None:
     rows, width = positions.shape[0], 1 if ngrams is None else ngrams.shape[1]
     launch(
-        gather_tokens_kernel, (triton.cdiv(rows, ROWS),), history, history.stride(0), slots, row_to_req, positions,
-        count, rows, ids, ngrams, N=width, NP=triton.next_power_of_2(width), ROWS=ROWS,
+        gather_tokens_kernel, (cdiv(rows, ROWS),), history, history.stride(0), slots, row_to_req, positions,
+        count, rows, ids, ngrams, N=width, NP=next_power_of_2(width), ROWS=ROWS,
     )  # fmt: skip
 
 

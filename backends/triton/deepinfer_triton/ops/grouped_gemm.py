@@ -13,6 +13,7 @@ import triton.language as tl
 from deepinfer_triton.gemm import dot_of, product_tile, store_tile
 from deepinfer_triton.launch import launch
 from deepinfer_triton.ops.linear import DTYPE_NAMES
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import ACTIVATIONS, offer, serves
 from deepinfer_triton.targets import Target
 from deepinfer_triton.weights import stored, weight_arguments
@@ -61,11 +62,11 @@ def grouped_gemm(target: Target, x, x_scale, weight, offsets, out, out_scale=Non
     if rows == 0:
         return
     coded = out.dtype == torch.uint8
-    grid = (triton.cdiv(features, target.features), triton.cdiv(rows, target.tokens) + min(experts, rows))
+    grid = (cdiv(features, target.features), cdiv(rows, target.tokens) + min(experts, rows))
     launch(
         grouped_gemm_kernel, grid, x, x.stride(0), x_scale if x.dtype == torch.uint8 else None, kept.values,
         kept.scales, offsets, out, out.stride(0), out_scale if coded else None, **weight_arguments(kept),
-        E=experts, EP=triton.next_power_of_2(experts), FEATURES=target.features, TOKENS=target.tokens,
+        E=experts, EP=next_power_of_2(experts), FEATURES=target.features, TOKENS=target.tokens,
         DEPTH=target.depth,
         DOT=dot_of(target.dot, DTYPE_NAMES[x.dtype], kept.format), warps=target.gemm_warps, stages=3,
     )  # fmt: skip

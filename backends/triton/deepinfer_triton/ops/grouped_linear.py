@@ -14,6 +14,7 @@ from deepinfer_triton.gemm import dot_of, product_tile, store_tile
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import valid_rows
 from deepinfer_triton.ops.linear import DTYPE_NAMES
+from deepinfer_triton.sizes import cdiv
 from deepinfer_triton.support import ACTIVATIONS, offer, serves
 from deepinfer_triton.targets import Target
 from deepinfer_triton.weights import stored, weight_arguments
@@ -57,11 +58,11 @@ def grouped_linear(target: Target, x, x_scale, weight, count, out, out_scale=Non
     rows, (groups, features, _) = x.shape[0], weight.shape
     coded = out.dtype == torch.uint8
     aligned = features % target.features == 0
-    grid = (triton.cdiv(groups * features, target.features), triton.cdiv(rows, target.tokens))
+    grid = (cdiv(groups * features, target.features), cdiv(rows, target.tokens))
     launch(
         grouped_linear_kernel, grid, x, x.stride(0), x_scale if x.dtype == torch.uint8 else None, kept.values,
         kept.scales, count, rows, out, out.stride(0), out_scale if coded else None, **weight_arguments(kept),
-        G=groups, TOUCHED=1 if aligned else min(groups, triton.cdiv(target.features - 1, features) + 1),
+        G=groups, TOUCHED=1 if aligned else min(groups, cdiv(target.features - 1, features) + 1),
         FEATURES=target.features, TOKENS=target.tokens, DEPTH=target.depth,
         DOT=dot_of(target.dot, DTYPE_NAMES[x.dtype], kept.format), warps=target.gemm_warps, stages=3,
     )  # fmt: skip

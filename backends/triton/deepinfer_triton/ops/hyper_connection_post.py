@@ -7,6 +7,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -31,10 +32,10 @@ def hyper_connection_post_kernel(
 
 def hyper_connection_post(target: Target, y, post, comb, count, streams) -> None:
     rows, m, hidden = streams.shape
-    tile = min(target.columns, triton.next_power_of_2(hidden))
+    tile = min(target.columns, next_power_of_2(hidden))
     launch(
-        hyper_connection_post_kernel, (rows, triton.cdiv(hidden, tile)), y, post, comb, count, rows, streams,
-        M=m, MP=triton.next_power_of_2(m), H=hidden, TILE=tile,
+        hyper_connection_post_kernel, (rows, cdiv(hidden, tile)), y, post, comb, count, rows, streams,
+        M=m, MP=next_power_of_2(m), H=hidden, TILE=tile,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from deepinfer_triton.gemm import dot_of, product_tile, store_tile
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import valid_rows
+from deepinfer_triton.sizes import cdiv
 from deepinfer_triton.support import ACTIVATIONS, offer, serves
 from deepinfer_triton.targets import Target
 from deepinfer_triton.weights import stored, weight_arguments
@@ -38,7 +39,7 @@ def linear(target: Target, x, x_scale, weight, count, out, out_scale=None) -> No
     kept = stored(weight)
     rows, features = x.shape[0], weight.shape[0]
     coded = out.dtype == torch.uint8
-    grid = (triton.cdiv(features, target.features), triton.cdiv(rows, target.tokens))
+    grid = (cdiv(features, target.features), cdiv(rows, target.tokens))
     launch(
         linear_kernel, grid, x, x.stride(0), x_scale if x.dtype == torch.uint8 else None, kept.values, kept.scales,
         count, rows, out, out.stride(0), out_scale if coded else None, **weight_arguments(kept),

@@ -8,6 +8,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow
 from deepinfer_triton.rows import FORMATS, geometry, load_row_tile, row_offsets, tile_width
+from deepinfer_triton.sizes import cdiv
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -32,7 +33,7 @@ def load_kv_kernel(
 def load_kv(target: Target, cache, slots, format, block_rows, out) -> None:
     width, total = out.shape[1], slots.shape[0]
     launch(
-        load_kv_kernel, (triton.cdiv(total, ROWS),), cache, cache.stride(0), slots, total, out,
+        load_kv_kernel, (cdiv(total, ROWS),), cache, cache.stride(0), slots, total, out,
         **geometry(format, width, block_rows).constants(), D=width, TILE=tile_width(width), FORMAT=format, ROWS=ROWS,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from deepinfer_triton.gemm import dot_of, product_tile
 from deepinfer_triton.launch import launch
 from deepinfer_triton.ops.embedding_gather import embedding_gather_kernel
 from deepinfer_triton.ops.linear import DTYPE_NAMES
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 from deepinfer_triton.weights import stored, weight_arguments
@@ -34,9 +35,9 @@ def markov_logits(target: Target, base, prev, embed, head, out, mu) -> None:
     table, matrix = stored(embed), stored(head)
     launch(
         embedding_gather_kernel, (rows, 1), prev, table.values, table.scales, None, rows, mu, M=1,
-        **weight_arguments(table), TILE=max(32, triton.next_power_of_2(mu.shape[1])),
+        **weight_arguments(table), TILE=max(32, next_power_of_2(mu.shape[1])),
     )  # fmt: skip
-    grid = (triton.cdiv(vocab, target.features), triton.cdiv(rows, target.tokens))
+    grid = (cdiv(vocab, target.features), cdiv(rows, target.tokens))
     launch(
         markov_logits_kernel, grid, base, base.stride(0), mu, matrix.values, matrix.scales, rows, out, out.stride(0),
         **weight_arguments(matrix), FEATURES=target.features, TOKENS=target.tokens, DEPTH=target.depth,

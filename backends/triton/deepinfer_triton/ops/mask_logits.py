@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from deepinfer_triton.launch import launch
+from deepinfer_triton.sizes import cdiv
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -118,13 +119,13 @@ def mask_logits(
     rows, vocab = logits.shape
     words = 0 if allowed is None else allowed.shape[1]
     launch(
-        mask_kernel, (rows, triton.cdiv(vocab, HIGH * LOW)), history, history.stride(0), slots, prompt_len, length,
+        mask_kernel, (rows, cdiv(vocab, HIGH * LOW)), history, history.stride(0), slots, prompt_len, length,
         repetition, presence, frequency, allowed, words, logits, logits.stride(0), vocab,
         HIGH=HIGH, LOW=LOW, PIECE=PIECE, WIDE=target.dot == "f32", warps=8,
     )  # fmt: skip
     if rows:
         launch(
-            bias_kernel, (triton.cdiv(bias_ids.shape[0], ENTRIES),), bias_offsets, bias_ids, bias_values, allowed, words,
+            bias_kernel, (cdiv(bias_ids.shape[0], ENTRIES),), bias_offsets, bias_ids, bias_values, allowed, words,
             logits, logits.stride(0), rows, bias_ids.shape[0], rows.bit_length(), vocab, ENTRIES=ENTRIES, warps=2,
         )  # fmt: skip
 

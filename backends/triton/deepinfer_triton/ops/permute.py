@@ -14,6 +14,7 @@ from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import valid_rows
 from deepinfer_triton.overlap import overlap
 from deepinfer_triton.rows import tile_width
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import ACTIVATIONS, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -119,7 +120,7 @@ def permute(target: Target, x, x_scale, ids, experts, count, out, out_scale, off
     rows, k = ids.shape
     width = x.shape[1]
     if rows * k <= FEW_PAIRS and tile_width(width) <= target.row_columns:
-        many = max(16, triton.next_power_of_2(rows * k))
+        many = max(16, next_power_of_2(rows * k))
         launch(
             few_kernel, (rows * k + experts // 16 + 1,), ids, x, x.stride(0), x_scale, count, rows, out, out_scale, offsets,
             source, inverse, E=experts, K=k, MANY=many, STEP=min(256, many), WIDTH=width,
@@ -129,7 +130,7 @@ def permute(target: Target, x, x_scale, ids, experts, count, out, out_scale, off
     tile = min(target.columns, tile_width(width))
     launch(sort_kernel, (experts + 1,), ids, count, rows, offsets, source, inverse, E=experts, K=k, TILE=target.columns)
     launch(
-        copy_kernel, (rows * k, triton.cdiv(width, tile)), x, x.stride(0), x_scale, count, rows, inverse, out,
+        copy_kernel, (rows * k, cdiv(width, tile)), x, x.stride(0), x_scale, count, rows, inverse, out,
         out_scale,
         K=k, WIDTH=width, TILE=tile,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import as_bits, as_float
+from deepinfer_triton.sizes import next_power_of_2
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -66,10 +67,10 @@ def plan_verify_lengths(target: Target, confidence, cost, base_rows, lengths) ->
     requests, width = confidence.shape
     if requests == 0:
         return
-    drafts = triton.next_power_of_2(max(requests * width, 2))
+    drafts = next_power_of_2(max(requests * width, 2))
     launch(
         plan_verify_lengths_kernel, (1,), confidence, confidence.stride(0), cost, cost.shape[0], base_rows, requests,
-        lengths, B=width, NP=drafts, RP=triton.next_power_of_2(requests), warps=min(16, max(4, drafts // 256)),
+        lengths, B=width, NP=drafts, RP=next_power_of_2(requests), warps=min(16, max(4, drafts // 256)),
     )  # fmt: skip
 
 

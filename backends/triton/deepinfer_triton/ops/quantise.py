@@ -10,6 +10,7 @@ from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import pack, quantise_groups, valid_rows
 from deepinfer_triton.overlap import overlap
 from deepinfer_triton.rows import tile_width
+from deepinfer_triton.sizes import cdiv
 from deepinfer_triton.support import DENSE, group_size, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -46,7 +47,7 @@ def quantise(target: Target, x, format, count, codes, scales, flags=None) -> Non
     rows, width = x.shape
     tile = min(target.columns, tile_width(width))
     launch(
-        quantise_kernel, (rows, triton.cdiv(width, tile)), x, x.stride(0), count, rows, codes, scales, flags,
+        quantise_kernel, (rows, cdiv(width, tile)), x, x.stride(0), count, rows, codes, scales, flags,
         N=width, TILE=tile, GROUP=group_size("quantise", format), FORMAT=format, early=True,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
 from deepinfer_triton.overlap import overlap
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -55,11 +56,11 @@ def rope_kernel(
 def rope(target: Target, positions, table, inverse, count, x) -> None:
     rows, heads, width = x.shape
     turned = table.shape[1]
-    together = min(target.rope_heads, triton.next_power_of_2(heads)) if heads else 1
+    together = min(target.rope_heads, next_power_of_2(heads)) if heads else 1
     launch(
-        rope_kernel, (rows, triton.cdiv(heads, together)), positions, table, count, rows, heads, x, x.stride(0),
+        rope_kernel, (rows, cdiv(heads, together)), positions, table, count, rows, heads, x, x.stride(0),
         x.stride(1), width - turned,
-        R=turned, TILE=triton.next_power_of_2(turned), HEADS=together, INVERSE=bool(inverse),
+        R=turned, TILE=next_power_of_2(turned), HEADS=together, INVERSE=bool(inverse),
         warps=4 if together > 4 else 1, early=True,
     )  # fmt: skip
 

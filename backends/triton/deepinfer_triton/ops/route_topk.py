@@ -14,6 +14,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import MAGNITUDE, as_bits, log1p_of_fraction, valid_rows
 from deepinfer_triton.overlap import overlap
+from deepinfer_triton.sizes import next_power_of_2
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -68,10 +69,10 @@ def route_topk_kernel(
 def route_topk(target: Target, logits, bias, k, scaling, expert_map, count, ids, weights, counts) -> None:
     rows, experts = logits.shape
     physical = counts.shape[0]
-    launch(zero_kernel, (1,), counts, N=physical, TILE=triton.next_power_of_2(physical), early=True)
+    launch(zero_kernel, (1,), counts, N=physical, TILE=next_power_of_2(physical), early=True)
     launch(
         route_topk_kernel, (rows,), logits, bias, scaling, expert_map, count, rows, ids, weights, counts,
-        E=experts, TILE=triton.next_power_of_2(experts), K=k, KP=triton.next_power_of_2(k), early=True,
+        E=experts, TILE=next_power_of_2(experts), K=k, KP=next_power_of_2(k), early=True,
     )  # fmt: skip
 
 

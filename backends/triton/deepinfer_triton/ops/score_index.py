@@ -13,6 +13,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import decode_e2m1, decode_ue8m0, scale_groups, unpack, valid_rows
 from deepinfer_triton.rows import FORMATS, geometry, load_row_tile, row_offsets, tile_width
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import ACTIVATIONS, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -81,10 +82,10 @@ def score_index(
     wide = target.dot == "f32" or format == "f32" or q.dtype == torch.float32
     width = scores.shape[1]
     launch(
-        score_index_kernel, (rows, triton.cdiv(width, target.index_columns)), q, q_scale, weights, weights.stride(0),
+        score_index_kernel, (rows, cdiv(width, target.index_columns)), q, q_scale, weights, weights.stride(0),
         cache, cache.stride(0), block_table, block_table.stride(0), row_to_req, visible, candidates,
         0 if candidates is None else candidates.stride(0), count, rows, scores, width,
-        **geometry(format, depth, block_rows).constants(), HEADS=heads, HP=max(16, triton.next_power_of_2(heads)),
+        **geometry(format, depth, block_rows).constants(), HEADS=heads, HP=max(16, next_power_of_2(heads)),
         D=depth, TILE=tile_width(depth), FORMAT=format, CANDIDATE_BLOCK=candidate_block, COLUMNS=target.index_columns,
         WIDE=wide,
     )  # fmt: skip

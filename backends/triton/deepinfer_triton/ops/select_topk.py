@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import triton
-
 from deepinfer_triton.launch import launch
 from deepinfer_triton.selection import select_kernel
+from deepinfer_triton.sizes import next_power_of_2
 from deepinfer_triton.support import offer, serves
 from deepinfer_triton.targets import Target
 
@@ -20,7 +19,7 @@ def select_topk(target: Target, scores, candidates, candidate_block, count, rows
 
 def select_candidate_blocks(target: Target, scores, visible, block, count, out) -> None:
     height, width = scores.shape
-    padded = triton.next_power_of_2(block)
+    padded = next_power_of_2(block)
     launch(
         select_kernel, (height,), scores, width, None, 0, visible, count, height, out, out.shape[1],
         BLOCK=block, BP=padded, TILE=max(32, 2 * target.columns // padded), warps=8,

@@ -17,6 +17,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
 from deepinfer_triton.rows import FORMATS, geometry, load_row_tile, row_offsets, tile_width
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -119,9 +120,9 @@ def sparse_attention(
     if chosen == 0:
         rows, block_rows, compressed_format = None, 1, window_format
     wide = "f32" in (target.dot, window_format, compressed_format) or q.dtype == torch.float32
-    group = min(target.head_group, max(16, triton.next_power_of_2(heads)))
+    group = min(target.head_group, max(16, next_power_of_2(heads)))
     launch(
-        sparse_attention_kernel, (tokens, triton.cdiv(heads, group)), q, q.stride(0), q.stride(1), window,
+        sparse_attention_kernel, (tokens, cdiv(heads, group)), q, q.stride(0), q.stride(1), window,
         window.stride(0), window_base, window_origin, window_modulo, compressed,
         0 if rows is None else compressed.stride(0), block_table, 0 if rows is None else block_table.stride(0), rows,
         chosen, row_to_req, positions, sink, scale,
@@ -129,7 +130,7 @@ def sparse_attention(
         **geometry(window_format, width, 0).constants("W_"),
         **geometry(compressed_format, width, block_rows).constants(),
         WINDOW_FORMAT=window_format, FORMAT=compressed_format, WINDOW_TOKENS=window_tokens,
-        K=chosen, KP=triton.next_power_of_2(max(chosen, 1)), HEADS=heads, HP=group, D=width, TILE=tile_width(width),
+        K=chosen, KP=next_power_of_2(max(chosen, 1)), HEADS=heads, HP=group, D=width, TILE=tile_width(width),
         KEYS=target.keys, WIDE=wide, warps=target.attention_warps, stages=1,
     )  # fmt: skip
 

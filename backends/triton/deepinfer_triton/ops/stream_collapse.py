@@ -7,6 +7,7 @@ import triton.language as tl
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -32,10 +33,10 @@ def stream_collapse_kernel(streams, pre, count, rows, out, M: tl.constexpr, H: t
 
 def stream_collapse(target: Target, streams, pre, count, out) -> None:
     rows, m, hidden = streams.shape
-    tile = min(target.columns, triton.next_power_of_2(hidden))
+    tile = min(target.columns, next_power_of_2(hidden))
     launch(
         stream_collapse_kernel,
-        (rows, triton.cdiv(hidden, tile)),
+        (rows, cdiv(hidden, tile)),
         streams,
         pre,
         count,

@@ -10,6 +10,7 @@ from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, quantise_groups, valid_rows
 from deepinfer_triton.overlap import overlap
 from deepinfer_triton.rows import tile_width
+from deepinfer_triton.sizes import cdiv
 from deepinfer_triton.support import ACTIVATIONS, DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -46,7 +47,7 @@ def swiglu_quantise(target: Target, gate_up, weights, source, limit, rows, out, 
     height, width = out.shape
     tile = min(target.columns, tile_width(width))
     launch(
-        swiglu_quantise_kernel, (height, triton.cdiv(width, tile)), gate_up, gate_up.stride(0), weights, source, limit,
+        swiglu_quantise_kernel, (height, cdiv(width, tile)), gate_up, gate_up.stride(0), weights, source, limit,
         rows, height, out, out_scale if out.dtype == torch.uint8 else None, WIDTH=width, TILE=tile, early=True,
     )  # fmt: skip
 

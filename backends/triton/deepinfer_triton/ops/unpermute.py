@@ -8,6 +8,7 @@ import triton.language as tl
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
 from deepinfer_triton.overlap import overlap
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import DENSE, offer, serves
 from deepinfer_triton.targets import Target
 
@@ -30,9 +31,9 @@ def unpermute_kernel(rows, inverse, shared, count, height, out, K: tl.constexpr,
 
 def unpermute(target: Target, rows, inverse, shared, count, out) -> None:
     height, hidden = out.shape
-    tile = min(target.columns, triton.next_power_of_2(hidden))
+    tile = min(target.columns, next_power_of_2(hidden))
     launch(
-        unpermute_kernel, (height, triton.cdiv(hidden, tile)), rows, inverse, shared, count, height, out,
+        unpermute_kernel, (height, cdiv(hidden, tile)), rows, inverse, shared, count, height, out,
         K=inverse.shape[1], H=hidden, TILE=tile, early=True,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from deepinfer_hal.ops.verify_drafts import RULES
 
 from deepinfer_triton.launch import launch
 from deepinfer_triton.noise import LARGEST_NOISE, gumbel, top_word_of_id, top_words_of_ids, uniform
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.support import NVIDIA, offer, serves
 from deepinfer_triton.targets import Target
 from deepinfer_triton.vocabulary import LANES, STAGES, WARPS, WIDE_LANES, WIDE_WARPS, first_of_largest, load_logits, softmax_stats
@@ -116,10 +117,10 @@ def verify_drafts(
     if rule not in RULES:
         raise BadCall(f"verify_drafts: rule {rule!r} is not one of {', '.join(RULES)}")
     requests, width = drafts.shape
-    padded = triton.next_power_of_2(width + 1)
+    padded = next_power_of_2(width + 1)
     if rule == "coupled" or width == 0:
         launch(
-            coupled_kernel, (triton.cdiv(requests, ROWS),), targets, drafts, draft_counts, requests, accepted, tokens,
+            coupled_kernel, (cdiv(requests, ROWS),), targets, drafts, draft_counts, requests, accepted, tokens,
             B=width, BP=padded, ROWS=ROWS,
         )  # fmt: skip
         return

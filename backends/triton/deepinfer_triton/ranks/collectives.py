@@ -16,6 +16,7 @@ from deepinfer_hal.ops.all_reduce import OPERATIONS
 from deepinfer_triton.launch import launch
 from deepinfer_triton.numeric import narrow, valid_rows
 from deepinfer_triton.ranks.offer import offer
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.targets import Target
 
 
@@ -65,7 +66,7 @@ def rows_kernel(
 
 
 def _tile(target: Target, width: int) -> int:
-    return min(target.columns, triton.next_power_of_2(width))
+    return min(target.columns, next_power_of_2(width))
 
 
 def _copy_rows(target: Target, x: torch.Tensor, out: torch.Tensor, ranks: int = 1, counts=None, told=None) -> None:
@@ -73,7 +74,7 @@ def _copy_rows(target: Target, x: torch.Tensor, out: torch.Tensor, ranks: int = 
     rows, width = x.shape[0] // ranks, x.shape[1]
     tile = _tile(target, width)
     launch(
-        rows_kernel, (ranks, max(rows, 1), triton.cdiv(width, tile)), x, rows * x.stride(0), x.stride(0), counts, rows, out,
+        rows_kernel, (ranks, max(rows, 1), cdiv(width, tile)), x, rows * x.stride(0), x.stride(0), counts, rows, out,
         out.stride(0), told, N=width, TILE=tile,
     )  # fmt: skip
 
@@ -106,7 +107,7 @@ def all_reduce(target: Target, comm, x, operation, out) -> None:
     every = x[None] if comm.world_size == 1 else _gathered(comm, _packed(target, x))
     tile = _tile(target, width)
     launch(
-        reduce_kernel, (rows, triton.cdiv(width, tile)), every, every.stride(0), every.stride(1), out, W=comm.world_size,
+        reduce_kernel, (rows, cdiv(width, tile)), every, every.stride(0), every.stride(1), out, W=comm.world_size,
         N=width, SUM=operation == "sum", WIDE=x.is_floating_point(), TILE=tile,
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ from deepinfer_triton.ranks.meeting import (
 )
 from deepinfer_triton.ranks.offer import offer
 from deepinfer_triton.ranks.windows import nanoseconds, tag, windows_of
+from deepinfer_triton.sizes import cdiv, next_power_of_2
 from deepinfer_triton.targets import Target
 
 
@@ -144,19 +145,19 @@ def ep_combine(target: Target, comm, rows, received, source, inverse, weights, s
     places, world = windows.places(), windows.ranks
     own = (windows.bases, windows.rank, windows.state)
     if world > 1:
-        tile = min(triton.next_power_of_2(hidden), target.row_columns)
+        tile = min(next_power_of_2(hidden), target.row_columns)
         launch(
             send_rows_kernel, (min(rows.shape[0], COPY_PROGRAMS),), *own, rows, received, source, MARK=at, H=hidden, TILE=tile,
             **places, **record, early=True,
         )  # fmt: skip
     launch(
         meet_kernel, (1,), *own, tag(told), nanoseconds(comm), received, source, inverse, count, height, K=k,
-        RANKS=triton.next_power_of_2(world), MARK=at, TILE=PAIR_TILE // 2, **places, **record, early=True,
+        RANKS=next_power_of_2(world), MARK=at, TILE=PAIR_TILE // 2, **places, **record, early=True,
     )  # fmt: skip
     settled = windows.meeting(comm, "ep_combine", told)
-    tile = min(target.columns, triton.next_power_of_2(hidden))
+    tile = min(target.columns, next_power_of_2(hidden))
     launch(
-        sum_kernel, (height, triton.cdiv(hidden, tile)), *own, rows, inverse, weights, shared, count, height, out, K=k, H=hidden,
+        sum_kernel, (height, cdiv(hidden, tile)), *own, rows, inverse, weights, shared, count, height, out, K=k, H=hidden,
         TILE=tile, unfused=True, **places, **record, early=True,
     )  # fmt: skip
     settled()

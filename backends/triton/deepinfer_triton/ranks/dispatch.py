@@ -31,6 +31,7 @@ from deepinfer_triton.ranks.meeting import (
 from deepinfer_triton.ranks.offer import offer
 from deepinfer_triton.ranks.windows import nanoseconds, tag, windows_of
 from deepinfer_triton.rows import tile_width
+from deepinfer_triton.sizes import next_power_of_2
 from deepinfer_triton.targets import Target
 
 COPY_PROGRAMS = 2048
@@ -275,16 +276,16 @@ def ep_dispatch(
     if world > 1:
         launch(
             show_tokens_kernel, (min(rows, COPY_PROGRAMS),), *own, x, x.stride(0), x_scale, weights, count, rows, K=k,
-            KS=triton.next_power_of_2(k), **halves, **row, early=True,
+            KS=next_power_of_2(k), **halves, **row, early=True,
         )  # fmt: skip
     launch(
         meet_kernel, (1,), *own, tag(told), nanoseconds(comm), ids, count, rows, out.shape[0], K=k, E=experts, W=world,
-        RANKS=triton.next_power_of_2(world), HALF=places["HALF"], RECORD=record, TILE=PAIR_TILE,
+        RANKS=next_power_of_2(world), HALF=places["HALF"], RECORD=record, TILE=PAIR_TILE,
         early=True,
     )  # fmt: skip
     settled = windows.meeting(comm, "ep_dispatch", told)
-    ranks = triton.next_power_of_2(world)
-    each = min(triton.next_power_of_2(max(rows * k, 16)), PAIRS_AT_ONCE // ranks)
+    ranks = next_power_of_2(world)
+    each = min(next_power_of_2(max(rows * k, 16)), PAIRS_AT_ONCE // ranks)
     launch(
         sort_kernel, (world * experts + 1,), *own, ids, count, rows, offsets, source, inverse, K=k, E=experts, W=world,
         RANKS=ranks, EACH=each, TILE=PAIR_TILE, warps=min(16, max(4, ranks * each // 256)), early=True,
