@@ -56,8 +56,11 @@ def attention_decode_layer(
     n = c.valid_rows(count, x.shape[0])
     quantised, new = x.dtype == torch.uint8, out.new_empty
     heads, width = sink.shape[0], kv_norm.shape[0]
-    x, x_scale = x[:n], None if x_scale is None else x_scale[:n]
-    positions, row_to_req, rows = positions[:n], row_to_req[:n], None if rows is None else rows[:n]
+
+    def valid(t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is None or t.shape[0] == n else t[:n]
+
+    x, x_scale, positions, row_to_req, rows = valid(x), valid(x_scale), valid(positions), valid(row_to_req), valid(rows)
 
     def room(columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not quantised:
@@ -77,7 +80,7 @@ def attention_decode_layer(
     query = query.view(n, heads, width)
     parts.rope(positions, table, False, None, query)
     parts.write_kv(
-        joined[:, lora:], kv_norm, eps, positions, table, window_slots[:n], window_format, 0, None, window, None
+        joined[:, lora:], kv_norm, eps, positions, table, valid(window_slots), window_format, 0, None, window, None
     )
     attended = torch.zeros_like(query)
     parts.sparse_attention(
@@ -92,7 +95,7 @@ def attention_decode_layer(
         flat = codes
     low, low_scale = room(wo_a.shape[0] * wo_a.shape[1])
     parts.grouped_linear(flat, flat_scale, wo_a, None, low, low_scale)
-    parts.linear(low, low_scale, wo_b, None, out[:n], None)
+    parts.linear(low, low_scale, wo_b, None, valid(out), None)
 
 
 def _cases() -> list[Case]:
