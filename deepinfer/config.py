@@ -18,7 +18,7 @@ from deepinfer.model_config import (
 from deepinfer.topology import LayerTopology
 from deepinfer.units import human_int
 
-DEFAULT_PROMPT_GRAPH_TOKENS = 1024
+DEFAULT_PROMPT_GRAPH_TOKENS, MOST_ROWS = 1024, 1 << 20
 _HUMAN_SIZED = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "kv_cache_bytes", "max_prompt_graph_tokens",
 )  # fmt: skip
@@ -102,11 +102,11 @@ def _check_engine_config(config: EngineConfig) -> None:
     ranges = {
         "max_model_len": (1, 1 << 30),
         "max_num_seqs": (1, 1 << 16),
-        "max_num_batched_tokens": (1, 1 << 20),
+        "max_num_batched_tokens": (1, MOST_ROWS),
         "num_blocks": (1, 1 << 31),
         "kv_cache_bytes": (1, 1 << 62),
         "max_backtrack": (0, 64),
-        "max_prompt_graph_tokens": (0, 1 << 20),
+        "max_prompt_graph_tokens": (0, MOST_ROWS),
         "seed": (0, (1 << 64) - 1),
         "threads": (1, 4096),
     }

@@ -16,6 +16,7 @@ from deepinfer_hal.weights import canonical_nbytes
 
 from deepinfer.checkpoint.tensors import DTYPE_BYTES, TensorSpec, expected_tensors
 from deepinfer.checkpoint.workspace import logits_bytes, workspace_bytes
+from deepinfer.config import MOST_ROWS
 from deepinfer.errors import ConfigError
 from deepinfer.model.graph_plan import GraphPlan, plan_graphs
 from deepinfer.model.numerics import Numerics
@@ -99,18 +100,22 @@ def plan_bytes(
     with_draft: bool = False,
     with_graphs: bool = False,
     max_prompt_graph_tokens: int = 0,
+    graph_workspace_bytes: int = 0,
     numerics: Numerics | None = None,
     prepared_nbytes: PreparedNbytes | None = None,
 ) -> BytePlan:
     """Plan one rank. Raises ConfigError.
 
     num_blocks: None holds max_num_seqs sequences of max_model_len tokens. with_draft: also the draft's step buffers.
-    with_graphs: also the captured steps of a backend that has graphs, those with prompts up to max_prompt_graph_tokens rows.
+    with_graphs: also the captured steps of a backend that has graphs, those with prompts up to max_prompt_graph_tokens rows,
+    whose calls take graph_workspace_bytes each (deepinfer_hal.backend.Capabilities).
     """
     text = config.text
     for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs), ("ep", ranks)):
         if value < 1:
             raise ConfigError(name, f"{value} must be at least 1")
+    if not 0 <= max_prompt_graph_tokens <= MOST_ROWS:
+        raise ConfigError("max_prompt_graph_tokens", f"{max_prompt_graph_tokens} must be 0 (none) to {MOST_ROWS}")
     if max_model_len > text.max_position_embeddings:
         limit = text.max_position_embeddings
         raise ConfigError("max_model_len", f"{max_model_len} exceeds the model's max_position_embeddings {limit}")
@@ -144,8 +149,9 @@ def plan_bytes(
         ),
         logits_bytes=logits_bytes(text, numerics, max(max_num_seqs, MIN_LOGIT_ROWS)),
         graphs=plan_graphs(
-            text, numerics, max_num_seqs, max_model_len, min(max_prompt_graph_tokens, max(max_num_batched_tokens, max_num_seqs))
-        )
+            text, numerics, max_num_seqs, max_model_len,
+            min(max_prompt_graph_tokens, max(max_num_batched_tokens, max_num_seqs)), graph_workspace_bytes,
+        )  # fmt: skip
         if with_graphs
         else None,
     )

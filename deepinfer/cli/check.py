@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from deepinfer_hal.backend import Capabilities
 
 from deepinfer.checkpoint.index import INDEX_FILE, SINGLE_FILE
 from deepinfer.checkpoint.plan import MIN_LOGIT_ROWS, BytePlan, PreparedNbytes, plan_bytes
@@ -71,7 +72,7 @@ def run_check(
     max_num_seqs: int | str = 64,
     mode: str = "auto",
     enforce_eager: bool = False,
-    max_prompt_graph_tokens: int | None = None,
+    max_prompt_graph_tokens: int | str | None = None,
 ) -> CheckReport:
     """Examine a checkpoint; what is wrong with it becomes a problem of the report.
 
@@ -83,7 +84,8 @@ def run_check(
         raise ConfigError("mode", f"{mode!r} is not one of {', '.join(MODES)}")
     chosen = _choose_mode(folder) if mode == "auto" else mode
     length, sequences = _size("max_model_len", max_model_len), _size("max_num_seqs", max_num_seqs)
-    prepared, device_bytes, name, with_graphs = _backend_facts(backend)
+    prompt_rows = _size("max_prompt_graph_tokens", max_prompt_graph_tokens, least=0)
+    prepared, device_bytes, name, capabilities = _backend_facts(backend)
     try:
         checkpoint = open_checkpoint(folder, chosen)
     except ConfigError as error:
@@ -96,8 +98,9 @@ def run_check(
         max_model_len=length or min(DEFAULT_MODEL_LEN, config.text.max_position_embeddings),
         max_num_seqs=sequences or 64,
         ranks=ep,
-        with_graphs=with_graphs and not enforce_eager,
-        max_prompt_graph_tokens=DEFAULT_PROMPT_GRAPH_TOKENS if max_prompt_graph_tokens is None else max_prompt_graph_tokens,
+        with_graphs=capabilities.graphs and not enforce_eager,
+        max_prompt_graph_tokens=DEFAULT_PROMPT_GRAPH_TOKENS if prompt_rows is None else prompt_rows,
+        graph_workspace_bytes=capabilities.graph_workspace_bytes,
         prepared_nbytes=prepared,
     )
     problems = [_problem(error) for error in checkpoint.problems]
@@ -126,7 +129,7 @@ def check_command(
     as_json: bool = False,
     mode: str = "auto",
     enforce_eager: bool = False,
-    max_prompt_graph_tokens: int | None = None,
+    max_prompt_graph_tokens: int | str | None = None,
 ) -> int:
     """Print the report; the exit status is 0 for a sound checkpoint and 1 otherwise. Raises as `run_check` does."""
     report = run_check(model, backend, ep, max_model_len, max_num_seqs, mode, enforce_eager, max_prompt_graph_tokens)
@@ -249,29 +252,28 @@ def _choose_mode(folder: Path) -> str:
     return "full"
 
 
-def _size(field: str, value: int | str | None) -> int | None:
+def _size(field: str, value: int | str | None, least: int = 1) -> int | None:
     if value is None:
         return None
     try:
         size = human_int(value)
     except ValueError as error:
         raise ConfigError(field, str(error)) from None
-    if size < 1:
-        raise ConfigError(field, f"{value} must be at least 1")
+    if size < least:
+        raise ConfigError(field, f"{value} must be at least {least}")
     return size
 
 
-def _backend_facts(spec: str | None) -> tuple[PreparedNbytes | None, int | None, str | None, bool]:
-    """(prepared_nbytes, bytes of the device or None, name, whether it captures graphs) of a backend; Nones if none was asked
+def _backend_facts(spec: str | None) -> tuple[PreparedNbytes | None, int | None, str | None, Capabilities]:
+    """(prepared_nbytes, bytes of the device or None, name, capabilities) of a backend; Nones and defaults if none was asked
     for."""
     if spec is None:
-        return None, None, None, False
+        return None, None, None, Capabilities()
     from deepinfer_hal.registry import open_backend
 
     backend, index = open_backend(spec)
-    graphs = backend.capabilities(index).graphs
     info = next((device for device in backend.probe() if device.index == index), None)
-    return backend.prepared_nbytes, (info.memory_bytes or None) if info else None, backend.name, graphs
+    return backend.prepared_nbytes, (info.memory_bytes or None) if info else None, backend.name, backend.capabilities(index)
 
 
 def _too_large(plan: BytePlan, device_bytes: int) -> CapacityError:

@@ -13,6 +13,7 @@ import torch
 from deepinfer_hal.dispatch import Dispatcher
 from deepinfer_hal.step import RatioMeta, StepMeta
 
+from deepinfer.errors import CapacityError
 from deepinfer.model.buffers import Buffers
 from deepinfer.model.load import BlockWeights
 from deepinfer.model.numerics import Numerics
@@ -182,6 +183,9 @@ class Attention:
         ring = self.state.ring(layer)
         if not meta.flat:
             return ring
+        if meta.flat_rows > len(self.flat):
+            wanted = f"a step needs {meta.flat_rows} rows of the flat buffer, which has {len(self.flat)}"
+            raise CapacityError(f"{wanted}: it has more requests than there are slots")
         flat = self.flat[: meta.flat_rows]
         self.copy_rows(ring, meta.load_src, meta.load_dst, flat)
         return flat

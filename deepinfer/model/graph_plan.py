@@ -1,7 +1,7 @@
 """Which steps are captured, at which padded sizes: planning alone, without a device.
 
 A graph serves every step with at most its requests, token rows and visible tokens; a smaller step is padded to it with rows of
-index -1, which no op touches. Decode steps have graphs of their own; steps with prompts in them have fewer sizes, since a graph
+index -1, which no op touches. Decode steps have graphs of their own; steps with prompts in them have other sizes, since a graph
 holds any mix of prompts' chunks and decoding sequences.
 """
 
@@ -20,6 +20,9 @@ _PROMPT_TOKENS_FACTOR = 16
 
 _FIRST_PROMPT_ROWS = (16, 32, 64, 96, 128, 192, 256)
 _PROMPT_ROWS_PER_DOUBLING = 4
+_WORKSPACES = 2
+"""Of captured calls in the pool: a temporary that outlives a call may keep the next one from the same place."""
+
 
 @dataclass(frozen=True, order=True)
 class GraphShape:
@@ -39,8 +42,8 @@ class GraphPlan(msgspec.Struct, frozen=True):
     """The graphs of an engine: their number, the padded request counts and token limits of decode steps, the padded token rows of
     steps with prompts, and the bytes planned for all.
 
-    pool_bytes: temporaries of the largest step, in the one pool that all graphs share; node_bytes: what the driver keeps of
-    all graphs, an estimate of `NODE_BYTES` for each of about `NODES_PER_LAYER` kernels a layer.
+    pool_bytes: temporaries of the largest step and workspaces of kernels, in the one pool that all graphs share; node_bytes:
+    what the driver keeps of all graphs, an estimate of `NODE_BYTES` for each of about `NODES_PER_LAYER` kernels a layer.
     """
 
     graphs: int
@@ -103,14 +106,16 @@ def graph_shapes(
     return tuple(sorted(shapes, key=lambda shape: (-shape.rows, -shape.tokens)))
 
 
-def plan_graphs(text: Any, numerics: Any, max_num_seqs: int, max_model_len: int, max_prompt_rows: int = 0) -> GraphPlan:
-    """Number and bytes of the graphs that an engine of these sizes captures."""
+def plan_graphs(
+    text: Any, numerics: Any, max_num_seqs: int, max_model_len: int, max_prompt_rows: int = 0, workspace_bytes: int = 0
+) -> GraphPlan:
+    """Number and bytes of the graphs that an engine of these sizes captures. workspace_bytes: of one call's kernels."""
     shapes = graph_shapes(max_num_seqs, max_model_len, max_prompt_rows=max_prompt_rows)
     nodes = len(shapes) * NODES_PER_LAYER * text.num_hidden_layers
     return GraphPlan(
         graphs=len(shapes), sizes=capture_sizes(max_num_seqs), tokens=token_limits(max_model_len),
-        prompt_rows=prompt_sizes(max_prompt_rows), pool_bytes=temporary_bytes(text, numerics, shapes[0].rows),
-        node_bytes=nodes * NODE_BYTES,
+        prompt_rows=prompt_sizes(max_prompt_rows), node_bytes=nodes * NODE_BYTES,
+        pool_bytes=temporary_bytes(text, numerics, shapes[0].rows) + _WORKSPACES * workspace_bytes,
     )  # fmt: skip
 
 

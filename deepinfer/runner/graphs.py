@@ -99,7 +99,7 @@ class StepGraphs:
                 self._captured[shape] = one
             elif not shape.prompts:
                 step()
-        self._smallest_first = sorted(self._captured, key=lambda one: (one.rows, one.prompts, one.requests, one.tokens))
+        self._smallest_first = sorted(self._captured, key=lambda one: (one.prompts, one.rows, one.requests, one.tokens))
 
     def _prepare(self, shape: GraphShape, arrays: list[np.ndarray], meta: StepMeta) -> tuple[_Captured, Callable[[], None]]:
         """A shape's step of padding alone, with the fixed buffers filled for it."""
@@ -117,7 +117,8 @@ class StepGraphs:
             ) from error
 
     def choose(self, meta: StepMeta, logit_rows: int) -> GraphShape | None:
-        """The smallest captured shape that holds a host plan, or None. One with prompts takes plans through the flat buffer."""
+        """The smallest captured shape that holds a host plan, or None: one with prompts, which goes through the flat buffer, only
+        where no other does."""
         seen = max((ratio * one.max_visible for ratio, one in meta.ratios.items()), default=0)
 
         def fits(shape: GraphShape) -> bool:

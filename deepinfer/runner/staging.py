@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 ALIGNMENT_BYTES = 256
-_PIECES = 4
+_PIECES = 8
+"""More than a step uploads, so that the next one need not wait for its copies."""
 
 
 def packed_offsets(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:

@@ -42,7 +42,8 @@ class Capabilities:
     """What a device can do, with conservative defaults.
 
     stream_dtypes: dtypes in which a model's activations can run; synchronous: a launch returns when the work is done;
-    graphs: the graphs slot may be used; float64: it computes in float64 faster than a host, so that the suite may compute the
+    graphs: the graphs slot may be used; graph_workspace_bytes: what a captured call takes of the graphs' memory for its kernels
+    alone; float64: it computes in float64 faster than a host, so that the suite may compute the
     references of large cases there, in plain torch; cache_bytes: of the last-level cache; memory_bandwidth / flops: measured or
     listed peaks in bytes/s and FLOP/s. 0 = unknown.
     """
@@ -50,6 +51,7 @@ class Capabilities:
     stream_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     synchronous: bool = True
     graphs: bool = False
+    graph_workspace_bytes: int = 0
     float8: bool = False
     float64: bool = False
     cache_bytes: int = 0

@@ -16,9 +16,11 @@ from nano_models import nano_folder
 from recording_backend import RecordingBackend
 
 from deepinfer import LLM, SamplingParams
+from deepinfer.cli.check import run_check
 from deepinfer.config import EngineConfig
 from deepinfer.errors import ConfigError
 from deepinfer.model.graph_plan import GraphShape, graph_shapes, prompt_sizes
+from deepinfer.model.state import BLOCK_TOKENS
 from deepinfer.runner import load as loading
 from deepinfer.runner.runner import Runner
 
@@ -151,6 +153,20 @@ class TestWhatIsCaptured:
         assert any(rows > 100 for rows in steps) and all(shape.rows <= 100 for shape, _ in replayed)
         assert any(shape.prompts for shape, _ in replayed)
 
+    @pytest.mark.parametrize(("sequences", "most"), [(8, 7), (5, 256), (7, 6)])
+    def test_steps_that_only_decode_have_graphs_of_their_own(self, open_recording, sequences, most):
+        open_recording()
+        graphs = engine(max_num_seqs=sequences, max_prompt_graph_tokens=most).engine.runner.graphs
+        layout = graphs.network.state.layout
+        for count in range(1, sequences + 1):
+            ones, starts = np.ones(count, np.int32), np.full(count, 20, np.int32)
+            meta = plan_step(
+                np.arange(count + 1, dtype=np.int32), starts, ones.cumsum(dtype=np.int32) - 1, ones[:, None].cumsum(0, np.int32),
+                window=layout.window, ring_rows=layout.ring_rows, slot_rows=layout.slot_rows, ratios=layout.ratios,
+                block_tokens=BLOCK_TOKENS,
+            )  # fmt: skip
+            assert not graphs.choose(meta, count).prompts, count
+
     def test_none_for_a_limit_of_0_and_none_at_all_when_eager_is_enforced(self, open_recording):
         backend = open_recording()
         runner = engine(max_prompt_graph_tokens=0).engine.runner
@@ -187,6 +203,16 @@ class TestWhatIsCaptured:
     def test_a_limit_that_is_none_is_refused(self, value):
         with pytest.raises(ConfigError, match="max_prompt_graph_tokens"):
             EngineConfig.create(model="nano", max_prompt_graph_tokens=value)
+        with pytest.raises(ConfigError, match="max_prompt_graph_tokens"):
+            run_check("nano", max_prompt_graph_tokens=value)
+
+    def test_a_plan_takes_what_an_engine_takes(self, monkeypatch):
+        backend = RecordingBackend()
+        monkeypatch.setattr("deepinfer_hal.registry.open_backend", lambda spec: (backend, 0))
+        plans = [run_check("nano", "recording", max_prompt_graph_tokens=value).plan.graphs for value in ("1k", 1024, 0, "0")]
+        assert plans[0] == plans[1] and plans[2] == plans[3] and not plans[2].prompt_rows
+        with pytest.raises(ConfigError, match="max_prompt_graph_tokens"):
+            run_check("nano", "recording", max_prompt_graph_tokens="2m")
 
 
 class TestPlannedSizes:

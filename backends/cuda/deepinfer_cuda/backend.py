@@ -39,10 +39,13 @@ class CudaBackend(Backend):
         return torch.device("cuda", index)
 
     def capabilities(self, index: int) -> Capabilities:
+        from deepinfer_cuda.native import WORKSPACE_BYTES
+
         found = gpu.gpu_of(index)
         return Capabilities(
             stream_dtypes=(torch.bfloat16, torch.float32), synchronous=False, graphs=True, float64=True,
             float8=found.capability >= (8, 9), cache_bytes=found.cache_bytes,
+            graph_workspace_bytes=WORKSPACE_BYTES if _has_native_kernels(found) else 0,
         )  # fmt: skip
 
     # -- compute
