@@ -20,6 +20,9 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arriva
 // Makes initialised barriers visible to the copy engine and, with a cluster barrier after it, to the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// No arrival, here or at another barrier, waits for loads that were issued before it. What they read may then be overwritten by
+// ordinary stores of this block, which follow them, but not by the copy engine or another block, unless an instruction before
+// the arrival needs what was loaded (await_load), or fence_proxy_async(), which waits for loads, stands between.
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -307,6 +310,14 @@ __device__ __forceinline__ uint32_t load_shared4(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
+}
+
+// An instruction that needs what was loaded, for an arrival behind it (mbarrier_arrive). It does nothing: a sleep of no time.
+__device__ __forceinline__ void await_load(uint32_t word) {
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0x7FC0DEAD; @p nanosleep.u32 0; }" ::"r"(word) : "memory");
+}
+__device__ __forceinline__ void await_load(float a, float b, float c, float d) {
+  await_load(__float_as_uint(a) ^ __float_as_uint(b) ^ __float_as_uint(c) ^ __float_as_uint(d));
 }
 
 // Four 8 x 8 matrices of 16-bit elements: lane l names row l % 8 of matrix l / 8, 16 bytes, and gets of each matrix word l % 4 of

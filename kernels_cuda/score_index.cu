@@ -61,7 +61,7 @@ __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& v
       load_keys(at, l, tile);
       KeyScales scales[2] = {load_scales(at, l, 0), load_scales(at, l, 1)};
       const float own = own_factor(at, l);
-      const bool plain = are_plain(scales, against);
+      const bool plain = are_plain(scales, against | sign_of(own));
       bool seen = true;
       if (pool) {
         const int piece = s.first_row[at / 8][l.place >> c.piece_shift];
@@ -72,10 +72,10 @@ __device__ __forceinline__ void score_one_row(const IndexCall& c, const Visit& v
         if (at < limit) *out = seen ? score : kNoScore;
         load_keys(at, l, tile);  // again: the call is to leave the common case its registers
         scales[0] = load_scales(at, l, 0), scales[1] = load_scales(at, l, 1);
+        await_load(scales[0].codes), await_load(scales[1].codes);
       }
-      give_back(at, l);
       expand_group(tile, 0, two), expand_group(tile, 1, two);
-      const float score = score_row(tile, scales, l, weights, two, own);
+      const float score = score_row(tile, scales, at, l, weights, two, own);
       if (plain && at < limit) *out = seen ? score : kNoScore;
     }
   }
@@ -96,13 +96,14 @@ struct RowScores {
 };
 
 // Products are under way at all times: a row's sums are made while the next row's first groups are multiplied, the last row's
-// once too often.
+// once too often. Gives the tile's place `at` back.
 __device__ __forceinline__ void score_plain_rows(RowScores to, const KeyTile& tile, const KeyScales (&scales)[2], const Shared& s,
-                                                 const Lane& l, int rows) {
+                                                 uint32_t at, const Lane& l, int rows) {
   Sums a, b, d;
   const int last = rows - 1;
   start_group(a, tile, l, 0, 0);
   start_group(b, tile, l, 0, 1);
+  give_back(at, l);
   for (int r = 0;; r += 2) {
     to.put(score_row_of_many(a, b, d, tile, scales, s, l, r, min(r + 1, last)), r);
     if (r == last) {
@@ -141,12 +142,12 @@ __device__ __forceinline__ void score_rows(const IndexCall& c, const Visit& visi
         for (int r = 0; r < rows; ++r) each.put(score_apart(at, s, r), r);
         load_keys(at, l, tile);
         scales[0] = load_scales(at, l, 0), scales[1] = load_scales(at, l, 1);
+        await_load(scales[0].codes), await_load(scales[1].codes);
       }
-      give_back(at, l);
       to.there = to.there && plain;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) expand_group(tile, g, two);
-      score_plain_rows(to, tile, scales, s, l, rows);
+      score_plain_rows(to, tile, scales, s, at, l, rows);
     }
   }
 }

@@ -116,13 +116,15 @@ __device__ __noinline__ float score_apart(uint32_t at, const Shared& s, int r) {
   return add_heads(total, StoredWeights(s, r));
 }
 
-// The score for plain keys whose first two groups are expanded; the others are while those are multiplied.
+// The score for plain keys whose first two groups are expanded; the others are while those are multiplied. Gives the tile's place
+// `at` back.
 template <typename Weights>
-__device__ __forceinline__ float score_row(KeyTile& tile, const KeyScales (&scales)[2], const Lane& l, const Weights& weights,
-                                           uint32_t two, float own) {
+__device__ __forceinline__ float score_row(KeyTile& tile, const KeyScales (&scales)[2], uint32_t at, const Lane& l,
+                                           const Weights& weights, uint32_t two, float own) {
   Sums a, b, d;
   start_group(a, tile, l, 0, 0);
   start_group(b, tile, l, 0, 1, true);
+  give_back(at, l);
   expand_group(tile, 2, two), expand_group(tile, 3, two);
   wait_group<0>(a), wgmma_hold(b);
   add_group<1>(a, b, scales);

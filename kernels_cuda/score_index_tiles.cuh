@@ -81,6 +81,9 @@ __device__ __forceinline__ float own_factor(uint32_t at, const Lane& l) {
   return __uint_as_float(load_shared1(l.own + at * (kIndexTile * 4 / 8)) * 0x800000u + (static_cast<uint32_t>(-kDotShift) << 23));
 }
 
+// Bit 31 of an own_factor, which no plain key's has: what also needs it needs that load to have come.
+__device__ __forceinline__ uint32_t sign_of(float own) { return __float_as_uint(own) & 0x80000000u; }
+
 // Whether all keys of the warp are plain, and nothing else speaks against it.
 __device__ __forceinline__ bool are_plain(const KeyScales (&of)[2], uint32_t against) {
   return __all_sync(0xFFFFFFFFu, ((of[0].over ^ 0x60606060u | of[1].over ^ 0x60606060u) & 0xE0E0E0E0u | against) == 0);
@@ -100,7 +103,8 @@ __device__ __forceinline__ void expand_group(KeyTile& tile, int g, uint32_t two)
   for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(tile.codes[g][i]));
 }
 
-// Lets the ring have the tile's place.
+// Lets the ring have the tile's place. What was loaded there has been needed by then: codes by products that have begun, scales
+// by a branch.
 __device__ __forceinline__ void give_back(uint32_t at, const Lane& l) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive_at(l.full + at + 8 * kStages);  // of `empty`, which follows `full`

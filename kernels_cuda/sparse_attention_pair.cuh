@@ -235,8 +235,9 @@ struct Value {
     for (int j = 0; j < 64; ++j) output[0][j] *= shrink[(j >> 1) & 1], output[1][j] *= shrink[(j >> 1) & 1];
   }
 
-  // Gives the places of the step's scores back, of which weights have been made by now, and those of the keys of the step before.
+  // Gives the places of the step's scores back, which are in registers by now, and those of the keys of the step before.
   __device__ __forceinline__ void release(int step, int steps) {
+    if (step + 1 < steps) await_load(scores[16], scores[20], scores[24], scores[28]);  // Nothing has needed the second half yet.
     __syncwarp();
     if (step + 1 < steps) {
       mbarrier_arrive(&s.taken);  // Every thread that has read.
