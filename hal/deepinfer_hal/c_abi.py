@@ -47,7 +47,7 @@ class _Params(ctypes.Structure):
 
 class _Passed(threading.local):
     """What the calls of one symbol pass by address, made once for each thread: integers, reals and room for a message. A library
-    reads and writes it before it returns."""
+    reads and writes it before it returns, and must not call the same symbol from within."""
 
     def __init__(self) -> None:
         self.counts: tuple[int, int] | None = None
@@ -184,12 +184,14 @@ class CLibrary:
 
         def call(tensors: Sequence[bytes], integers: Sequence[int], numbers: Sequence[float]) -> None:
             packed, message = b"".join(tensors), passed.message
+            message[0] = b"\0"  # what a call that succeeded has written is no later one's reason
             stream = stream_of()
             address, nbytes = room_of(stream)
             params = passed.params(integers, numbers)
             status = symbol(packed, len(packed) // _TENSOR.size, params, stream, address, nbytes, message)
             if status:
-                text, message.value = message.value.decode(errors="replace") or f"status {status}", b""
+                text = message.value.decode(errors="replace") or f"status {status}"
+                passed.message = ctypes.create_string_buffer(_MESSAGE_BYTES)  # all zeros, for who writes no end
                 raise _ERRORS.get(status, BackendError)(f"{name}: {text}")
 
         return call

@@ -35,7 +35,8 @@ def call_form(card: OpCard) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     flags. Finer than `call_kind`, and told in less time."""
     tensors = [place for place, arg in enumerate(card.signature) if arg.is_tensor]
     weights = [place for place, arg in enumerate(card.signature) if arg.kind == "weight"]
-    flags = [place for place, arg in enumerate(card.signature) if arg.kind in ("str", "bool")]
+    strings = [place for place, arg in enumerate(card.signature) if arg.kind == "str"]
+    flags = [place for place, arg in enumerate(card.signature) if arg.kind == "bool"]
 
     def form(args: Sequence[Any]) -> tuple[Any, ...]:
         parts: list[Any] = []
@@ -54,8 +55,10 @@ def call_form(card: OpCard) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
             else:
                 add(weight_format(value))
                 add(tuple(value.shape))
-        for place in flags:
+        for place in strings:
             add(args[place])
+        for place in flags:
+            add(bool(args[place]))
         return tuple(parts)
 
     return form
@@ -75,8 +78,10 @@ def call_spec(card: OpCard, args: Mapping[str, Any], batch_invariant: bool = Fal
             statics[arg.name] = None if value is None else _DTYPES[value.dtype]
         elif arg.kind == "weight":
             statics[arg.name] = None if value is None else weight_format(value)
-        elif arg.kind in ("str", "bool"):
+        elif arg.kind == "str":
             statics[arg.name] = value
+        elif arg.kind == "bool":
+            statics[arg.name] = bool(value)
         if value is None or not (arg.is_tensor or arg.kind == "weight"):
             continue
         for axis, dim in enumerate(arg.dims):

@@ -38,6 +38,24 @@ def test_a_stream_keeps_its_workspace_and_shares_it_with_no_other(rooms):
     assert rooms(8) == first and rooms(16) == second and rooms(None) not in (first, second)
 
 
+def test_threads_that_ask_first_at_once_get_the_one_that_is_kept(captures):
+    met = threading.Barrier(2)
+
+    class Slow(Workspaces):
+        def _room(self, stream):
+            room = super()._room(stream)
+            met.wait(10)  # both have made one
+            return room
+
+    rooms, got = Slow(CPU, 4096, captures), []
+    threads = [threading.Thread(target=lambda: got.append(rooms(8))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got[0] == got[1] == rooms(8)
+
+
 def test_a_captured_call_does_not_get_the_workspace_of_its_stream(rooms, captures):
     eager = rooms(8)
     captures[8] = 3

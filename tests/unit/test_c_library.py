@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepinfer_hal.c_abi import CLibrary, include_dir, pack_tensor
 from deepinfer_hal.card import get_card
-from deepinfer_hal.errors import BackendError, BadCall
+from deepinfer_hal.errors import BackendError, BadCall, DeepInferError
 
 SOURCE = r"""
 #include <stdio.h>
@@ -32,6 +32,13 @@ int di_rms_norm(const di_tensor* t, int n, const di_params* p, void* stream, voi
 int di_rope(const di_tensor* t, int n, const di_params* p, void* stream, void* ws, size_t ws_bytes, di_error* e) {
   if (p->n_i == 1 && p->i[0] == 1) return snprintf(e->message, sizeof e->message, "turned") > 0 ? 1 : 0;
   return 9;
+}
+
+/* Fails with the number of integers that it is given; its text has no end, and that of success goes with no failure. */
+int di_quantise(const di_tensor* t, int n, const di_params* p, void* stream, void* ws, size_t ws_bytes, di_error* e) {
+  const char* text = p->n_i == 0 ? "the slow path serves" : p->n_i == 1 ? "a long reason of a refusal" : "short";
+  if (p->n_i < 3) memcpy(e->message, text, strlen(text));
+  return p->n_i;
 }
 """
 
@@ -81,6 +88,14 @@ def test_threads_that_call_at_once_pass_their_own_numbers(built):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_message_of_another_call_is_no_reason(built):
+    call = CLibrary(built).function("quantise")
+    for integers, wanted in (([1], "a long reason of a refusal"), ([1, 2], "short"), ([1, 2, 3], "status 3")):
+        call([], [], [])
+        with pytest.raises(DeepInferError, match=f"quantise: {wanted}$"):
+            call([], integers, [])
 
 
 def test_a_message_is_that_of_its_own_call(built):

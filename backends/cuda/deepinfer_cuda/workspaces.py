@@ -41,19 +41,18 @@ class Workspaces:
 
     def __init__(self, device: torch.device, nbytes: int, capture_of: Callable[[int], int] = capture_of_stream) -> None:
         self._device, self._nbytes, self._capture_of = device, nbytes, capture_of
-        self._made: dict[int | None, torch.Tensor] = {}
-        self._known: dict[int | None, tuple[int, int]] = {}
+        self._made: dict[int | None, tuple[torch.Tensor, tuple[int, int]]] = {}
 
     def __call__(self, stream: int | None) -> tuple[int, int]:
         """Pointer and bytes: what `CLibrary` passes on."""
         if self._capture_of(stream or 0):
             room = self._room(stream)
             return room.data_ptr(), room.numel()
-        known = self._known.get(stream)
+        known = self._made.get(stream)
         if known is None:
-            room = self._made[stream] = self._room(stream)
-            known = self._known[stream] = room.data_ptr(), room.numel()
-        return known
+            room = self._room(stream)
+            known = self._made.setdefault(stream, (room, (room.data_ptr(), room.numel())))  # of two threads the first one's
+        return known[1]
 
     def _room(self, stream: int | None) -> torch.Tensor:
         try:

@@ -49,7 +49,7 @@ def start(
     values, specialised, _ = kernel.device_caches[device][-1](*args, **constants)
     key = (id(kernel), device, runtime.debug, *options.items(), *specialised)
     compiled = _known.get(key)
-    if compiled is None or _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
+    if compiled is None or kernel.pre_run_hooks or _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
         made = kernel[grid](*args, **constants, **options)
         if compiled is None and (found := _of(kernel, made)) is not None:
             _known[key] = found
