@@ -184,14 +184,14 @@ class CLibrary:
 
         def call(tensors: Sequence[bytes], integers: Sequence[int], numbers: Sequence[float]) -> None:
             packed, message = b"".join(tensors), passed.message
-            message[0] = b"\0"  # what a call that succeeded has written is no later one's reason
             stream = stream_of()
             address, nbytes = room_of(stream)
             params = passed.params(integers, numbers)
             status = symbol(packed, len(packed) // _TENSOR.size, params, stream, address, nbytes, message)
+            if message[0] != b"\0":  # also what a call wrote that succeeded is no later one's reason
+                passed.message = ctypes.create_string_buffer(_MESSAGE_BYTES)
             if status:
                 text = message.value.decode(errors="replace") or f"status {status}"
-                passed.message = ctypes.create_string_buffer(_MESSAGE_BYTES)  # all zeros, for who writes no end
                 raise _ERRORS.get(status, BackendError)(f"{name}: {text}")
 
         return call
