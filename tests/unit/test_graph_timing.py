@@ -61,3 +61,9 @@ def test_calls_share_one_graph_in_order_and_its_time(device):
     calls = [lambda one=one: made.said.append(one) for one in "ab"]
     assert graph_timing.microseconds_of_a_call(calls, samples=3, discarded=1) == 2000
     assert made.said == [*"abab", "begin", *"ab", "end"] and made.spans == []
+
+
+def test_runs_in_turn_share_what_the_clock_does_meanwhile(device):
+    made = device([90, 70, 4, 2, 8, 6, 6, 4])  # a round discarded, then 4, 8 and 6 ms of one and 2, 6 and 4 of the other
+    assert graph_timing.microseconds_in_turn([lambda: None, lambda: None], samples=3, discarded=1) == [6000, 4000]
+    assert made.spans == [] and made.said == ["begin", "end"] * 2

@@ -12,7 +12,9 @@ in its workspace. Random codes, scales and queries.
 
 Flat: the same prefill over BF16 stores that load_kv decodes beforehand, 640 or 1152 rows in any order, or 512 or 1024 ascending
 ones and a window of 128; bits_of_the_caches_rows: all bits are those of the same call over the caches. with_load_kv_us has the
-decoding of all 65 536 rows and of the window's in the graph, load_kv_share is what that adds.
+decoding of all 65 536 rows and of the window's in the graph, load_kv_share is what that adds to us, load_kv_us the decoding
+alone. These three graphs are replayed in turn: attention runs at the board's power limit, and its clock falls from one second
+to the next by more than the decoding takes.
 
 A graph holds one call on each of several problems that together exceed the last-level cache; a time is the median over
 replays of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in
@@ -40,7 +42,7 @@ from deepinfer_hal import row_layout  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
 from gpu_state import state_while  # noqa: E402
-from graph_timing import microseconds_of_a_call  # noqa: E402
+from graph_timing import microseconds_in_turn, microseconds_of_a_call  # noqa: E402
 from report import store  # noqa: E402
 
 HEADS, D, WINDOW, RING, BLOCK = 64, 512, 128, 134, 64
@@ -166,34 +168,43 @@ def check(kernel: Callable[..., None], args: Args) -> float:
     return ratio
 
 
+def rate(args: Args, us: float) -> dict[str, float]:
+    """The time of a call and what it makes of the product's work."""
+    keys = args["rows"].shape[1] + args["window_tokens"]
+    flops = 4 * HEADS * D * keys * args["q"].shape[0]
+    return dict(us=round(us, 1), tflops=round(flops / us * 1e-6, 1))
+
+
 def measure(kernel: Callable[..., None], problems: list[Args], replays: int) -> dict[str, Any]:
     """One size: time, what share of the product's work that is, the error of its first rows, and the board's state."""
     ratio = check(kernel, problems[0])
     calls = [lambda args=args: kernel(*ordered(args)) for args in problems]
     us = microseconds_of_a_call(calls, replays, discarded=1)
-    first = problems[0]
-    keys = first["rows"].shape[1] + first["window_tokens"]
-    flops = 4 * HEADS * D * keys * first["q"].shape[0]
-    found = dict(us=round(us, 1), tflops=round(flops / us * 1e-6, 1), error_over_tolerance=round(ratio, 3))
-    return found | dict(problems=len(problems)) | state_while(lambda: [call() for call in calls])
+    found = rate(problems[0], us) | dict(error_over_tolerance=round(ratio, 3), problems=len(problems))
+    return found | state_while(lambda: [call() for call in calls])
 
 
 def measure_flat(kernel: Call, k: int, window_tokens: int, load_kv: Call, replays: int) -> dict[str, Any]:
-    """As measure, over decoded stores; whether the bits are those of the caches' rows, and the time with the decoding."""
+    """As measure, over decoded stores; whether the bits are those of the caches' rows, and the times with and of the decoding."""
     made = [flat_problem(k, window_tokens, seed, "cuda", load_kv) for seed in range(2)]
-    found = measure(kernel, [flat for _, flat, _ in made], replays)
     paged, flat, _ = made[0]
+    ratio = check(kernel, flat)
     kernel(*ordered(paged))
     equal = torch.equal(paged["out"].view(torch.int16), flat["out"].view(torch.int16))
 
-    def both(flat: Args, load: Call) -> None:
-        load()
-        kernel(*ordered(flat))
+    def run(*, loads: bool, attends: bool) -> None:
+        for _, flat, load in made:
+            if loads:
+                load()
+            if attends:
+                kernel(*ordered(flat))
 
-    calls = [lambda flat=flat, load=load: both(flat, load) for _, flat, load in made]
-    whole = microseconds_of_a_call(calls, replays, discarded=1)
-    share = round(whole / found["us"] - 1, 3)
-    return found | dict(bits_of_the_caches_rows=equal, with_load_kv_us=round(whole, 1), load_kv_share=share)
+    parts = (dict(loads=False, attends=True), dict(loads=True, attends=True), dict(loads=True, attends=False))
+    times = microseconds_in_turn([lambda part=part: run(**part) for part in parts], replays, discarded=1)
+    us, whole, load_us = (time / len(made) for time in times)
+    found = rate(flat, us) | dict(error_over_tolerance=round(ratio, 3), problems=len(made))
+    found |= state_while(lambda: run(loads=False, attends=True)) | dict(bits_of_the_caches_rows=equal)
+    return found | dict(with_load_kv_us=round(whole, 1), load_kv_share=round(whole / us - 1, 3), load_kv_us=round(load_us, 1))
 
 
 def torch_us(args: Args, replays: int) -> float:

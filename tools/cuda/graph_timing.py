@@ -30,17 +30,26 @@ def microseconds(run: Callable[[], Any], samples: int, discarded: int = 3, repla
     lost beside the events.
     """
     graph = captured(run)
-    times = []
-    for sample in range(samples + discarded):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        if sample >= discarded:
-            times.append(start.elapsed_time(end) / replays * 1e3)
-    return statistics.median(times)
+    times = [microseconds_of_a_replay(graph, replays) for _ in range(samples + discarded)]
+    return statistics.median(times[discarded:])
+
+
+def microseconds_of_a_replay(graph: torch.cuda.CUDAGraph, replays: int = 1) -> float:
+    """Time of one replay of `replays` in a row."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / replays * 1e3
+
+
+def microseconds_in_turn(runs: list[Callable[[], Any]], samples: int, discarded: int) -> list[float]:
+    """Median time of a replay of each run's graph, in turn: a clock that falls as the board warms falls for all of them."""
+    graphs = [captured(run) for run in runs]
+    times = [[microseconds_of_a_replay(graph) for graph in graphs] for _ in range(samples + discarded)]
+    return [statistics.median(of_one) for of_one in zip(*times[discarded:], strict=True)]
 
 
 def microseconds_of_a_call(calls: list[Callable[[], Any]], samples: int, discarded: int) -> float:
