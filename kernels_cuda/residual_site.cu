@@ -65,7 +65,7 @@ __global__ void __maxnreg__(kTakerRegisters) take_kernel(const Site site) {
     read_second<kPost>(high, ahead);
     take_row<kPost>(high, at, 1, last, hidden, kept);
     float d[2][2][4] = {};
-    project(projection, kept.made, d);
+    project([&](int stream, int i) { return projection.operand(stream, i); }, kept.made, d);
     __syncwarp();  // what was on its way has been read
     leave_sums(sums[warp], d, at, kept);
   }

@@ -1,9 +1,9 @@
 // take_kernel of residual_site for many token rows: the same sums in the same order, made while the rows before are written and
 // the next ones are read.
 //
-// A block keeps its columns of the projection and goes through every gridDim.y-th tile of 16 rows. The copy engine brings tiles
-// into stages of shared memory; ten warps take them as take_kernel's do, and leave new streams and collapsed rows where old
-// streams and results lay; the copy engine writes those. One warp adds the sums that the others leave.
+// A block keeps its columns of the projection, half of them in registers, and goes through every gridDim.y-th tile of 16 rows.
+// The copy engine brings tiles into stages of shared memory; ten warps take them as take_kernel's do, and leave new streams and
+// collapsed rows where old streams and results lay; the copy engine writes those. One warp adds the sums that the others leave.
 #pragma once
 
 #include "residual_site_rows.cuh"
@@ -11,7 +11,8 @@
 namespace di {
 namespace {
 
-constexpr int kStages = 3, kManyThreads = kThreads + 3 * 32;
+constexpr int kStages = 4, kManyThreads = kThreads + 3 * 32;
+constexpr int kHeld = 2;        // streams whose parts of the projection are in registers; those of three would spill
 constexpr int kLeft = 1;        // the barrier at which warps leave a tile's sums for the one that adds them
 constexpr int kManyPitch = 24;  // floats from mix to mix of a warp's sums: pairs of rows go to different banks
 
@@ -25,10 +26,11 @@ struct Coefficients {
 
 struct ManyRoom {
   Stage stages[kStages];
-  uint8_t projection[kRoom];
+  uint8_t projection[(kStreams - kHeld) * kStreamRoom];
   Coefficients coefficients[kStages];
   float sums[kWarps][kSums][kManyPitch];
-  uint64_t full[kStages], made[kStages], empty[kStages], added;  // added: the sums have been read
+  // empty: the tile has been written, and each thread has read its coefficients; added: the sums have been read
+  uint64_t full[kStages], made[kStages], empty[kStages], added;
 };
 
 // What the copy engine knows of streams, of results and of what is collapsed.
@@ -56,7 +58,6 @@ __device__ __forceinline__ void copy_tiles(ManyRoom& room, const Site& site, con
   constexpr uint32_t of_four = kStreams * sizeof(float);
   constexpr uint32_t boxes = sizeof(Stage::streams) + (kPost ? sizeof(Stage::y) : 0), of_row = kPost ? 6 * of_four : of_four;
   const int column = blockIdx.x * kWidth;
-  const uint64_t once = evict_first_policy();
   for (; tiles.left(); tiles.next()) {
     Stage& stage = room.stages[tiles.stage];
     Coefficients& coefficients = room.coefficients[tiles.stage];
@@ -65,7 +66,7 @@ __device__ __forceinline__ void copy_tiles(ManyRoom& room, const Site& site, con
     const int64_t at = static_cast<int64_t>(tiles.first) * kStreams;
     mbarrier_wait(&room.empty[tiles.stage], tiles.phase ^ 1);
     mbarrier_arrive_expect(full, boxes + rows * of_row);
-    tensor_copy3_hint(stage.streams, &maps.streams, column, tiles.first, 0, full, once);
+    tensor_copy3(stage.streams, &maps.streams, column, tiles.first, 0, full);  // by no policy: evict_first takes longer
     bulk_copy(coefficients.pre, site.pre_prev + at, rows * of_four, full);
     if constexpr (kPost) {
       tensor_copy3(stage.y, &maps.y, column, tiles.first, 0, full);
@@ -128,6 +129,7 @@ __device__ __forceinline__ void take_tile(ManyRoom& room, const Tiles& tiles, co
     }
   }
   fence_proxy_async();
+  mbarrier_arrive(&room.empty[tiles.stage]);
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(&room.made[tiles.stage]);
 }
@@ -152,13 +154,17 @@ __device__ __forceinline__ void leave_tile(ManyRoom& room, const Tiles& tiles, i
 }
 
 template <bool kPost>
-__device__ __forceinline__ void take_tiles(ManyRoom& room, const Site& site, Tiles tiles, Place at, int warp, int warps) {
-  const Projection projection(room.projection, threadIdx.x);
+__device__ __forceinline__ void take_tiles(ManyRoom& room, const Site& site, Tiles tiles, Place at, int warp, int warps,
+                                           const Parts (&held)[kHeld]) {
+  const Projection projection(room.projection, threadIdx.x, kStreams - kHeld);
   for (; tiles.left(); tiles.next(), at.advance(tiles.step, site.hidden)) {
     Kept kept;
     take_tile<kPost>(room, tiles, at, site.hidden, warp * kColumns + at.pair * 4, kept);
     float d[2][2][4] = {};
-    project(projection, kept.made, d);
+    const auto operand = [&](int stream, int i) {
+      return stream < kHeld ? held[stream].operand(i) : projection.operand(stream - kHeld, i);
+    };
+    project(operand, kept.made, d);
     leave_tile(room, tiles, warp, warps, at, d, kept);
   }
 }
@@ -202,17 +208,24 @@ __global__ void __launch_bounds__(kManyThreads, 1) take_many_kernel(const Site s
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * kWidth + warp * kColumns + lane % 4 * 4;
   const int warps = min(kWarps, static_cast<int>(site.hidden - blockIdx.x * kWidth + kColumns - 1) / kColumns);
   start_dependents();
+  Parts held[kHeld];
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i)
-      mbarrier_init(&room.full[i], 1), mbarrier_init(&room.made[i], warps), mbarrier_init(&room.empty[i], 1);
+      mbarrier_init(&room.full[i], 1), mbarrier_init(&room.made[i], warps), mbarrier_init(&room.empty[i], 1 + 32 * warps);
     mbarrier_init(&room.added, 32);
     fence_mbarrier_init();
   }
   if (warp < warps) {  // weights: no kernel before writes them
     float4 fn[kStreams][3];
     load_projection(fn, site, lane / 4, column);
-    put_projection(Projection(room.projection, threadIdx.x), fn);
+    const Projection projection(room.projection, threadIdx.x, kStreams - kHeld);
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) {
+      const Parts of = cut(fn[stream]);
+      if (stream < kHeld) held[stream] = of;
+      else projection.put(stream - kHeld, of);
+    }
   }
   __syncthreads();
   wait_for_producer();
@@ -224,7 +237,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) take_many_kernel(const Site s
   } else if (warp == kWarps + 2) {
     add_tiles(room, site, tiles, warps);
   } else if (warp < warps) {
-    take_tiles<kPost>(room, site, tiles, Place(site, tiles.first + lane / 4, column, lane), warp, warps);
+    take_tiles<kPost>(room, site, tiles, Place(site, tiles.first + lane / 4, column, lane), warp, warps, held);
   }
 }
 

@@ -12,7 +12,8 @@ namespace {
 constexpr int kStreams = 4, kMixes = 24, kSums = 26, kRows = 16, kColumns = 16, kGroup = 32;
 constexpr int kWarps = 10, kThreads = kWarps * 32, kWidth = kWarps * kColumns;  // of a block that takes streams
 constexpr int kPitch = 25;  // floats from mix to mix of a warp's sums: the lanes that add them up meet different banks
-constexpr int kRoom = kStreams * kThreads * (4 * sizeof(uint4) + sizeof(uint2));  // bytes of a block's projection, in parts
+constexpr int kStreamRoom = kThreads * (4 * sizeof(uint4) + sizeof(uint2));  // bytes of a stream of a block's projection
+constexpr int kRoom = kStreams * kStreamRoom;
 constexpr int kSquares = kMixes, kNorm = kMixes + 1;  // the two sums of squares: of the streams, of the collapsed row
 
 struct Site {
@@ -130,14 +131,31 @@ __device__ __forceinline__ float sum_of_four_lanes(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
-// A warp's columns of the projection, in parts, as a thread hands them to mma.sync; nobody but the thread reads its own.
-// Of mixes 0 to 15 each part is an operand; the first two of mixes 16 to 23 are one, and their third fills half of one.
+// A stream's part of a warp's columns of the projection, in parts, as a thread hands them to mma.sync: of mixes 0 to 15 each part
+// is an operand; the first two of mixes 16 to 23 are one, and their third fills half of one.
+struct Parts {
+  uint4 whole[4];
+  uint2 half;
+  __device__ __forceinline__ uint4 operand(int i) const { return i < 4 ? whole[i] : uint4{half.x, 0, half.y, 0}; }
+};
+
+// The same of several streams in shared memory; nobody but the thread reads its own.
 struct Projection {
   uint4* whole;  // [stream][4][kThreads]
-  uint2* half;   // [stream][kThreads]; fn of load_projection: of mixes g, g + 8 and g + 16
-  __device__ __forceinline__ Projection(uint8_t* room, int thread)
+  uint2* half;   // [stream][kThreads]
+  __device__ __forceinline__ Projection(uint8_t* room, int thread, int streams = kStreams)
       : whole(reinterpret_cast<uint4*>(room) + thread),
-        half(reinterpret_cast<uint2*>(room + kStreams * 4 * kThreads * sizeof(uint4)) + thread) {}
+        half(reinterpret_cast<uint2*>(room + streams * 4 * kThreads * sizeof(uint4)) + thread) {}
+  __device__ __forceinline__ void put(int stream, const Parts& parts) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) whole[(stream * 4 + i) * kThreads] = parts.whole[i];
+    half[stream * kThreads] = parts.half;
+  }
+  __device__ __forceinline__ uint4 operand(int stream, int i) const {
+    if (i < 4) return whole[(stream * 4 + i) * kThreads];
+    const uint2 two = half[stream * kThreads];
+    return {two.x, 0, two.y, 0};
+  }
 };
 
 __device__ __forceinline__ void load_projection(float4 (&fn)[kStreams][3], const Site& site, int g, int column) {
@@ -149,16 +167,20 @@ __device__ __forceinline__ void load_projection(float4 (&fn)[kStreams][3], const
           load_weights_of_line(site.fn + static_cast<int64_t>((g + 8 * i) * kStreams + stream) * site.hidden + column);
 }
 
+// fn: a stream's of load_projection, of mixes g, g + 8 and g + 16.
+__device__ __forceinline__ Parts cut(const float4 (&fn)[3]) {
+  uint2 low[3], high[3], rest[3];
+  split(low, fn[0]), split(high, fn[1]), split(rest, fn[2]);
+  Parts parts;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) parts.whole[i] = {low[i].x, high[i].x, low[i].y, high[i].y};
+  parts.whole[3] = {rest[0].x, rest[1].x, rest[0].y, rest[1].y}, parts.half = rest[2];
+  return parts;
+}
+
 __device__ __forceinline__ void put_projection(const Projection& to, const float4 (&fn)[kStreams][3]) {
 #pragma unroll
-  for (int stream = 0; stream < kStreams; ++stream) {
-    uint2 low[3], high[3], rest[3];
-    split(low, fn[stream][0]), split(high, fn[stream][1]), split(rest, fn[stream][2]);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) to.whole[(stream * 4 + i) * kThreads] = {low[i].x, high[i].x, low[i].y, high[i].y};
-    to.whole[(stream * 4 + 3) * kThreads] = {rest[0].x, rest[1].x, rest[0].y, rest[1].y};
-    to.half[stream * kThreads] = rest[2];
-  }
+  for (int stream = 0; stream < kStreams; ++stream) to.put(stream, cut(fn[stream]));
 }
 
 }  // namespace

@@ -106,20 +106,15 @@ __device__ __forceinline__ void take_row(const Read& read, const Place& at, int 
   if (at.row + 8 * half < last) store_row<kPost>(at, half, hidden, kept, make_row<kPost>(read, half, kept));
 }
 
-// A warp's share of the 24 projections of 16 rows, over its 16 columns of every stream.
+// A warp's share of the 24 projections of 16 rows, over its 16 columns of every stream. operand(stream, i): of the projection.
 // d: [mixes 0..15 or 16..23][rows 0..7 or 8..15], as mma.sync holds them; of mixes 16..23 both halves of d[1] make a sum.
-__device__ __forceinline__ void project(const Projection& from, const uint2 (&made)[2][kStreams], float (&d)[2][2][4]) {
+template <typename Operand>
+__device__ __forceinline__ void project(Operand operand, const uint2 (&made)[2][kStreams], float (&d)[2][2][4]) {
 #pragma unroll
   for (int stream = 0; stream < kStreams; ++stream) {
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
-      uint4 a;
-      if (i < 4) {
-        a = from.whole[(stream * 4 + i) * kThreads];
-      } else {
-        const uint2 two = from.half[stream * kThreads];
-        a = {two.x, 0, two.y, 0};
-      }
+      const uint4 a = operand(stream, i);
 #pragma unroll
       for (int half = 0; half < 2; ++half) multiply(d[i / 3][half], a, made[half][stream]);
     }

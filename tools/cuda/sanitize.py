@@ -68,7 +68,7 @@ FURTHER = {
         "sparse_attention(requests=0+140,3+5,heads=4,D=512,k=8,block_rows=64,dtype=bf16,window=bf16,compressed=bf16,storage=flat)",
     ],
     "residual_site": [  # more rows than blocks at once: tiles by the copy engine, a thread a row's Sinkhorn
-        "residual_site(T=150,m=4,H=5120,dtype=bf16,codes=True)",
+        "residual_site(T=400,m=4,H=5120,dtype=bf16,codes=True)",  # more tiles a block than stages
         "residual_site(T=1100,m=4,H=256,dtype=bf16,codes=False,first=True)",
     ],
     "hyper_connection_pre": ["hyper_connection_pre(T=1100,m=4,H=256,dtype=bf16)"],
