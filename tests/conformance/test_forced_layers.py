@@ -1,6 +1,7 @@
 """Forced layers of the conformance suite: a wrong kernel fails the layers that use it, and no other."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -84,9 +85,16 @@ def test_right_kernels_pass(monkeypatch, layer, numerics):
     assert failure(monkeypatch, "nothing", layer, numerics) == ""
 
 
-@pytest.mark.parametrize(("layer", "numerics"), [(0, EXACT), (1, EXACT), (5, EXACT), (0, "default"), (6, "default")])
-def test_a_window_one_too_long_fails_layers_from_the_first_token_with_such_a_window(monkeypatch, layer, numerics):
-    assert "streams of token 128 is off by" in failure(monkeypatch, "window", layer, numerics)
+@pytest.mark.parametrize("layer", [0, 1, 5, 6])
+def test_a_window_one_too_long_fails_layers_from_the_first_token_with_such_a_window(monkeypatch, layer):
+    assert "streams of token 128 is off by" in failure(monkeypatch, "window", layer)
+
+
+@pytest.mark.parametrize("layer", [0, 6])
+def test_rounded_activations_hide_such_a_window_in_no_more_than_some_tokens(monkeypatch, layer):
+    """Which of them is the first to be outside depends on the order of sums, so on the machine."""
+    reason = failure(monkeypatch, "window", layer, "default")
+    assert int(re.match(r"streams of token (\d+) is off by", reason)[1]) >= 128, reason
 
 
 def test_a_window_that_is_one_too_long_passes_the_draft_which_attends_by_another_op(monkeypatch):
