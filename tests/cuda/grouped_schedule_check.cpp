@@ -31,6 +31,7 @@ static di::GroupedPlan plan;
 static int crowd = 64;  // tokens of an expert that make it crowded
 static bool in_l2 = true;  // all tokens stay there
 static int most_steps;  // of a block, in the last check
+static int most_turns;  // of a block's warpgroups, where a step of three warpgroups takes as many as one of them has granules
 
 [[noreturn]] static void fail(const char* what) {
   printf("%s\n", what);
@@ -95,14 +96,15 @@ static double check(const std::vector<int>& counts, int granules, int blocks) {
   const int experts = static_cast<int>(counts.size()), total = fill_plan<most, F::narrow>(counts, granules);
   std::map<std::tuple<int, int, int>, int> seen;
   int worst = 0;
-  most_steps = 0;
+  most_steps = most_turns = 0;
   for (int block = 0; block < blocks; ++block) {
     blockIdx.x = block;
     typename F::Walk walk;
     di::GroupedStep step;
-    int cost = 0, steps = 0;
+    int cost = 0, steps = 0, turns = 0;
     while (walk.next(plan, experts, granules, step)) {
       most_steps = max(most_steps, ++steps);
+      most_turns = max(most_turns, turns += (step.granules + 2) / 3);
       cost += step.granules * di::granule_cost(step.width, F::narrow);
       const int largest = step.tokens <= F::narrow ? F::narrow_groups : F::groups;
       if (step.granules < 1 || step.granules > largest) fail("a step of too many granules, or none");
@@ -155,6 +157,8 @@ int main() {
   if (!one_step_of_72 || !one_step_of_80) fail("16 experts take more than a step a block");
   if (steps(SmallFour{}, 6, 32, 72) != 1 || steps(MiddleFour{}, 6, 64, 80) != 1) fail("six experts take more than a step a block");
   if (steps(Large{}, 6, 256, 72) != 2) fail("six experts of 256 rows take more than two steps a block");
+  check<Middle>(std::vector<int>(48, 64), 72, 132);
+  if (most_turns != 9) fail("48 experts of 64 rows have steps that leave warpgroups idle");  // 27 granules at most
   in_l2 = false;
   if (check<Large>({250, 262, 240, 270, 255, 259}, 72, 132) > 1.2) fail("uneven shares where last tiles have few rows");
   in_l2 = true;
