@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepinfer.cli.options import EngineOptions, Json, human_size
+from deepinfer.cli.options import EngineOptions, Json, human_count
 from deepinfer.cli.terminal import print_json, print_rich, table
 from deepinfer.units import format_bytes, format_count
 
@@ -17,7 +17,7 @@ Warmup = Annotated[int, typer.Option(min=0, help="Runs before the timed ones.")]
 
 
 def _tokens(help: str) -> Any:
-    return typer.Option(parser=human_size, metavar="N", help=help)
+    return typer.Option(parser=human_count, metavar="N", help=help)
 
 
 def throughput(

@@ -6,6 +6,8 @@ import json
 import sys
 from typing import Any
 
+import typer
+
 from deepinfer.cli.generate import describe_output
 from deepinfer.cli.options import EngineOptions, Json, SamplingOptions
 from deepinfer.cli.terminal import note
@@ -39,6 +41,8 @@ class Conversation:
 def chat(engine: EngineOptions, sampling: SamplingOptions, as_json: Json = False) -> int:
     """Talks to a model: each line is added to the text, and the model continues it. Standard input may be a pipe."""
     params = sampling.params()
+    if params.n != 1:
+        raise typer.BadParameter(f"--n {params.n}: a conversation goes on from one answer; deepinfer generate gives several")
     from deepinfer import LLM
 
     llm = LLM(**engine.settings())

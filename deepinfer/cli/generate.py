@@ -66,12 +66,20 @@ def _read_stdin() -> str:
 
 def _read_file(file: Path) -> list[Any]:
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if file.suffix == ".jsonl":
-            return [json.loads(line) for line in lines]
+        text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"--prompt-file {file}: {error}") from None
-    return lines
+    # not splitlines: JSON strings, and text, may hold a form feed or U+2028
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [_read_json(file, number, line) if file.suffix == ".jsonl" else line for number, line in lines]
+
+
+def _read_json(file: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        message = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise typer.BadParameter(f"--prompt-file {file}, line {number}: no JSON: {message}") from None
 
 
 def describe_output(output: Any) -> dict[str, Any]:

@@ -94,8 +94,9 @@ def _print_summary(run: Any) -> None:
     print_unsupported(run.results)
     counts = ", ".join(f"{count} {word}" for word, count in run.counts().items()) or "no cases"
     print(f"{subject['backend']}:{subject['index']} ({subject['device']}): {counts} in {run.seconds:.0f} s")
-    status = run.exit_status()
-    verdict = {0: "passed", 1: "FAILED", 2: "nothing was claimed or run, which is no pass"}[status]
+    verdict = {0: "passed", 1: "FAILED", 2: "nothing was claimed or run, which is no pass"}[run.exit_status()]
+    if late := run.counts().get("not-run", 0):
+        verdict += f", of the cases that ran; {late} did not"
     tested = ", the references themselves were tested" if run.plan.reference else ""
     print(f"{verdict}; fallback was forbidden in the cases of ops{tested}")
 

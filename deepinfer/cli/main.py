@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 DEBUG_FLAG = "--debug"
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,10 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if debug:
         arguments.remove(DEBUG_FLAG)
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        if status == _INTERRUPTED:  # also where the command line's library has turned the interrupt into a status
+            print("\ninterrupted", file=sys.stderr)
+        return status
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output has gone: nothing more to say
         return 0

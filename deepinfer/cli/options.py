@@ -20,6 +20,14 @@ def human_size(text: str | int) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def human_count(text: str | int) -> int:
+    """A size of at least 1."""
+    value = human_size(text)
+    if value < 1:
+        raise typer.BadParameter(f"{text!r} is too few: at least 1")
+    return value
+
+
 def _size(help: str, panel: str) -> Any:
     return typer.Option(help=help, rich_help_panel=panel, parser=human_size, metavar="N")
 

@@ -6,8 +6,11 @@ The files are templates under `torch_device/` (a chip that torch knows) and `c_r
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 from pathlib import Path
+
+from deepinfer_hal.registry import backend_names
 
 from deepinfer.errors import ConfigError
 
@@ -20,10 +23,12 @@ def new_backend(
     """Writes the package of backend `name` into the folder `target`, and returns its files.
 
     torch_device: the device's name in torch; torch_module: what to import so that torch knows it ("" = nothing).
-    with_torch_device=False: the host-memory template. Raises ConfigError for an unfit name or a folder that is not empty.
+    with_torch_device=False: the host-memory template. ConfigError for an unfit or taken name, or a folder that is not empty.
     """
     if not (name.isascii() and name.isidentifier() and name == name.lower()) or keyword.iskeyword(name):
         raise ConfigError("name", f"{name!r} must be a lower-case Python identifier such as mychip")
+    if taken := _taken(name):
+        raise ConfigError("name", f"{name!r} {taken}; choose another, such as mychip")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("dir", f"{target} exists and is not an empty folder; give a new one")
     values = {
@@ -38,6 +43,15 @@ def new_backend(
         path.write_text(_filled(template.read_text(encoding="utf-8"), values), encoding="utf-8")
         written.append(path)
     return written
+
+
+def _taken(name: str) -> str:
+    """Why a new backend may not have this name, "" if it may: installing it would overwrite a package that is there."""
+    if name == "auto":
+        return "stands for whichever backend is there"
+    if name in backend_names():
+        return "is an installed backend"
+    return f"needs a package deepinfer_{name}, and there is one" if importlib.util.find_spec(f"deepinfer_{name}") else ""
 
 
 def _filled(text: str, values: dict[str, str]) -> str:

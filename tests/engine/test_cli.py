@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer.cli.generate import read_prompts
 from deepinfer.cli.main import main
 from deepinfer.model_path import packaged_models
 
@@ -89,6 +90,23 @@ def test_a_bad_prompt_fails_alone_and_the_status_says_so(run, tmp_path):
     assert bad["outputs"] == [] and "99999999" in bad["error"]
 
 
+def test_a_line_that_is_no_json_is_told_by_its_number(run, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"hello"\n\n{"prompt":\n', encoding="utf-8")
+    status, out, err = run("generate", "--prompt-file", str(file), *ENGINE, *GREEDY)
+    assert status == 2 and out == ""
+    assert_one_line_error(err, "line 3", "no JSON", "column")
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\x85", "\x0c"], ids=ascii)
+def test_only_newlines_end_a_prompt_of_a_file(inside, tmp_path):
+    (tmp_path / "p.txt").write_text(f"a{inside}b\r\nc\n", encoding="utf-8")
+    assert read_prompts([], tmp_path / "p.txt") == [f"a{inside}b", "c"]
+    if inside != "\x0c":  # which JSON escapes
+        (tmp_path / "p.jsonl").write_text(f'"a{inside}b"\n"c"\n', encoding="utf-8")
+        assert read_prompts([], tmp_path / "p.jsonl") == [f"a{inside}b", "c"]
+
+
 def test_logprobs_and_choices_appear_when_asked_for(run):
     status, out, _ = run("generate", "hello", "--json", "--logprobs", "2", "--n", "2", "--max-tokens", "3", *ENGINE)
     (output,) = json.loads(out)
@@ -134,6 +152,10 @@ def test_without_a_model_the_packaged_one_writes_python(run):
         (["generate", "x", "--model", TINY, "--temperature", "-1"], 1, ["temperature"]),
         (["generate", "x", "--model", TINY, "--max-model-len", "16G"], 1, ["max_model_len"]),
         (["bench"], 2, ["Missing command"]),
+        (["bench", "throughput", "--num-prompts", "0"], 2, ["--num-prompts", "at least 1"]),
+        (["bench", "latency", "--input-len", "0"], 2, ["--input-len", "at least 1"]),
+        (["bench", "host", "--steps", "0"], 2, ["--steps", "at least 1"]),
+        (["chat", "--n", "2"], 2, ["--n 2", "generate"]),
         (["check", "--model", "/nowhere"], 1, ["/nowhere"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -152,6 +174,14 @@ def test_an_unexpected_error_is_named_and_points_to_the_debug_flag(run, monkeypa
     status, _, err = run("hal", "list")
     assert status == 1
     assert_one_line_error(err, "KeyError", "--debug")
+
+
+def test_an_interrupt_says_so_and_exits_with_130(run, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepinfer.cli.hal.describe_backends", interrupted)
+    assert run("hal", "list") == (130, "", "\ninterrupted\n")
 
 
 @pytest.mark.parametrize("place", [0, 1, 4])

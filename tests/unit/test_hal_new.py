@@ -48,6 +48,13 @@ def test_a_name_that_cannot_be_a_package_is_refused(name, tmp_path):
         new_backend(name, tmp_path / "port")
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda", "ascend", "hal", "auto"])
+def test_a_name_that_is_taken_is_refused(name, tmp_path):
+    with pytest.raises(ConfigError, match="choose another"):
+        new_backend(name, tmp_path / "port")
+    assert not (tmp_path / "port").exists()
+
+
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path, capsys):
     (tmp_path / "kept.txt").write_text("mine")
     assert main(["hal", "new", "mychip", str(tmp_path)]) == 1
