@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,8 @@ def _as_list(prompts: Any) -> list[Any]:
     """A list of prompts; a bare list of ids is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError("prompts", prompts, "must be a string, a dict, or a list of prompts")
     many = list(prompts)
     if many and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in many):
         return [many]
@@ -183,6 +185,8 @@ def _as_list(prompts: Any) -> list[Any]:
 def _per_prompt(params: Any, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, Mapping) or not isinstance(params, Iterable):
+        raise RequestError("sampling_params", params, "must be a SamplingParams, or a list with one per prompt")
     params = list(params)
     if len(params) != count:
         raise RequestError("sampling_params", len(params), f"must be one for all prompts, or {count}, one per prompt")

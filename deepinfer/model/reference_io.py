@@ -85,11 +85,6 @@ class ReferenceConfig:
         """Compression ratio of a backbone layer: 0 (window only), 1 or 2."""
         return self.compress_ratios[layer]
 
-    @property
-    def mhc_rows(self) -> int:
-        """Rows of an mHC projection: pre, post and the m x m mixing matrix."""
-        return (2 + self.hc_mult) * self.hc_mult
-
 
 def load_checkpoint(folder) -> tuple[ReferenceConfig, dict[str, torch.Tensor]]:
     """Configuration and all weights of a checkpoint folder.

@@ -47,6 +47,15 @@ def test_bad_prompts_carry_their_error_and_harm_no_other(overlap):
     assert len(outputs[4].outputs[0].token_ids) == 12
 
 
+@pytest.mark.parametrize(
+    "prompts, params, named",
+    [(None, None, "prompts"), (5, None, "prompts"), ("a", {"max_tokens": 3}, "SamplingParams"), ("a", 3, "SamplingParams")],
+)
+def test_what_is_no_batch_at_all_is_refused_by_name(prompts, params, named):
+    with pytest.raises(RequestError, match=named):
+        make_llm().generate(prompts, params)
+
+
 def test_one_parameter_set_per_prompt_or_one_for_all():
     llm = make_llm()
     short = SamplingParams(temperature=0, max_tokens=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, log_softmax
+from torch.nn.functional import cross_entropy, log_softmax
 
 BALANCE_RATE = 1e-3
 
@@ -66,8 +66,3 @@ def draft_loss(draft_logits, target_logits, gold, decay: float = 0.8) -> tuple[t
     hard = -log_draft.gather(-1, greedy[..., None]).squeeze(-1)
     agreement = ((log_draft.argmax(-1) == greedy) * weight).sum(0) / weight.sum(0).clamp_min(1e-9)
     return ((divergence + 0.5 * hard) * weight).sum() / weight.sum().clamp_min(1e-9), agreement.detach()
-
-
-def confidence_loss(logits: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    """Mean binary cross entropy; callers pass only drafts whose predecessors were all accepted."""
-    return binary_cross_entropy_with_logits(logits, accepted.to(logits.dtype))
