@@ -19,8 +19,8 @@ STEPS = "versions twin build probe-builds probes smoke conformance vendor-ops ge
 pytestmark = pytest.mark.skipif(probes.missing() is not None, reason=str(probes.missing()))
 
 
-def bring_up(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+def bring_up(out: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
     command = [str(SCRIPT), f"--out={out}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -40,6 +40,12 @@ def test_a_step_that_fails_names_its_log_and_what_to_send(tmp_path):
     assert f"smoke: send {tmp_path}/out/smoke.log and" in done.stdout
     log = (tmp_path / "out/smoke.log").read_text()
     assert "has no device 0; it has 1000 (twin); `deepinfer hal list` says" in log and "Traceback" not in log
+
+
+def test_an_interpreter_without_the_probes_packages_is_told_what_to_install(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ml_dtypes'] = None\n")
+    done = bring_up(tmp_path / "out", "--twin", "--steps=versions", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and "pip install ml_dtypes" in (tmp_path / "out/versions.log").read_text()
 
 
 @pytest.mark.parametrize("tool", ["bench_twin.py", "check_torch_npu.py", "estimate.py", "mutate.py"])

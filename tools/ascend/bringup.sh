@@ -52,12 +52,27 @@ versions() {
   "$python" -m deepinfer collect-env
   "$python" -m deepinfer hal list
   if [ -z "$twin" ]; then npu-smi info; bisheng --version; fi
-  "$python" -c 'import sys; from deepinfer_hal.registry import open_backend; print("opened", open_backend(sys.argv[1]))' "$backend"
+  wanted_modules || return
+  [ -n "$twin" ] || opens "$backend" # the twin opens once the next step has built it
+}
+
+wanted_modules() { # what the probes import, and pybind11 where the twin is still to be built
+  "$python" -c 'import importlib.util
+import sys
+from deepinfer_ascend import twin
+wanted = ["ml_dtypes"] + ["pybind11"] * (twin.module() is None)
+lacking = [name for name in wanted if sys.modules.get(name, name) is None or importlib.util.find_spec(name) is None]
+sys.exit(f"wanted by the twin and its probes: pip install {chr(32).join(lacking)}" if lacking else 0)'
+}
+
+opens() {
+  "$python" -c 'import sys; from deepinfer_hal.registry import open_backend; print("opened", open_backend(sys.argv[1]))' "$1"
 }
 
 twin_expects() { # the model of the chip is what a chip is compared with: it must be there, whatever the machine
-  "$python" -c 'from deepinfer_ascend import twin; raise SystemExit(twin.module() is None)' || PYTHON=$python "$tools/build_twin.sh"
-  "$python" "$tools/run_probes.py" expect "$out/probes.npz"
+  "$python" -c 'from deepinfer_ascend import twin; raise SystemExit(twin.module() is None)' ||
+    PYTHON=$python "$tools/build_twin.sh" || return
+  opens ascend:twin && "$python" "$tools/run_probes.py" expect "$out/probes.npz"
 }
 
 probe_builds() {
@@ -68,7 +83,7 @@ nothing_to_prove() { # without an NPU the command must refuse, and say what is m
   "$python" -m deepinfer hal prove --backend ascend:twin
   [ $? -eq 2 ]
 }
-export -f versions twin_expects probe_builds nothing_to_prove
+export -f versions wanted_modules opens twin_expects probe_builds nothing_to_prove
 export root out python tools backend twin
 
 probes() { "$python" "$tools/run_probes.py" compare "$out/probes.npz" --report "$out/probes.json" "$@"; }
