@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -212,7 +213,8 @@ SHIMS = """
 python() {{ "{python}" "$@"; }}
 deepinfer() {{ "{python}" -m deepinfer "$@"; }}
 pip() {{
-  if [ "$2" = ./examples/toychip ]; then cp -r "{built}/." "{target}"; else "{python}" {install} "{target}" "$2"; fi
+  local package="${{!#}}"
+  if [ "$package" = ./examples/toychip ]; then cp -r "{built}/." "{target}"; else "{python}" {install} "{target}" "$package"; fi
 }}
 """
 
@@ -233,6 +235,16 @@ def test_the_porting_page_leads_from_hal_new_to_the_text_of_the_cpu(site, tmp_pa
     assert all(tokens == texts["cpu"] for tokens in texts.values()), texts
     for port in ("mychip", "barechip"):
         assert backend_lines(tmp_path / port) <= PORTER_LINES
+
+
+def test_the_page_builds_beside_what_is_installed_wherever_a_build_wants_deepinfer():
+    """No index has it, and the kernels fit the torch that they were compiled against; the shims above would hide that."""
+    installs = [command.split() for command in commands() if command.startswith("pip install ./") or "isolation" in command]
+    for words in installs:
+        project = ROOT / words[-1] / "pyproject.toml"
+        wanted = tomllib.loads(project.read_text())["build-system"]["requires"] if project.exists() else []
+        assert "deepinfer" not in wanted or "--no-build-isolation" in words, " ".join(words)
+    assert any(words[-1] == "./examples/toychip" for words in installs)
 
 
 def follow(command: str, shims: Path, target: Path, folder: Path) -> str:
