@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ _REFRESH_SECONDS = 0.1
 
 
 class LLM:
-    """A loaded model. `settings` are the fields of EngineConfig.
+    """A loaded model. `settings` are the fields of EngineConfig. Calls of several threads take turns.
 
     Raises ConfigError, CheckpointError, CapacityError or BackendUnavailable before or while loading.
     """
@@ -41,6 +42,7 @@ class LLM:
     def _attach(self, engine: EngineCore) -> None:
         self.engine, self._count = engine, 0
         self._arrived: dict[str, deque[RequestOutput]] = {}
+        self._turn = threading.RLock()  # who steps gets the outputs of all, so a batch is run to its end before another begins
 
     @property
     def config(self) -> EngineConfig:
@@ -63,6 +65,10 @@ class LLM:
         """
         many = _as_list(prompts)
         params = _per_prompt(sampling_params, len(many))
+        with self._turn:
+            return self._batch(many, params, use_tqdm and not self.config.disable_progress)
+
+    def _batch(self, many: list[Any], params: Sequence[SamplingParams | None], show: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         names = [self._name() for _ in many]
         try:
@@ -71,7 +77,7 @@ class LLM:
                     self.engine.add_request(name, prompt, one)
                 except RequestError as error:
                     outputs[name] = _refused(name, prompt, error)
-            self._run(names, outputs, use_tqdm and not self.config.disable_progress)
+            self._run(names, outputs, show)
         finally:
             self._forget(names)
         return [outputs[name] for name in names]
@@ -84,14 +90,16 @@ class LLM:
         The first step of the iterator queues the request, and raises RequestError if it is bad; a later failure is the
         last output's `error`. Several streams may be open at a time.
         """
-        name = self._name()
-        self.engine.add_request(name, prompt, sampling_params, stream=True)
-        inbox = self._arrived[name] = deque()
+        with self._turn:
+            name = self._name()
+            self.engine.add_request(name, prompt, sampling_params, stream=True)
+            inbox = self._arrived[name] = deque()
         try:
             while True:
-                while not inbox:
-                    self._step()
-                output = inbox.popleft()
+                with self._turn:
+                    while not inbox:
+                        self._step()
+                    output = inbox.popleft()
                 yield output
                 if output.finished:
                     return
@@ -103,11 +111,12 @@ class LLM:
 
         Text is encoded as a prompt is. Needs the engine for itself: no stream may be open.
         """
-        if self.engine.requests:
-            raise RequestError("token_ids", "...", "score needs an idle engine: finish or close open streams first")
-        _, ids = parse_prompt(token_ids, self.tokenizer, self.engine.runner.vocab_size)
-        self.engine.settle_in_flight()
-        return self.engine.runner.score(ids)
+        with self._turn:
+            if self.engine.requests:
+                raise RequestError("token_ids", "...", "score needs an idle engine: finish or close open streams first")
+            _, ids = parse_prompt(token_ids, self.tokenizer, self.engine.runner.vocab_size)
+            self.engine.settle_in_flight()
+            return self.engine.runner.score(ids)
 
     def _name(self) -> str:
         self._count += 1
@@ -128,9 +137,10 @@ class LLM:
                 progress.update(len(outputs), self.engine.generated_tokens)
 
     def _forget(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.engine.abort(name)
-            self._arrived.pop(name, None)
+        with self._turn:
+            for name in names:
+                self.engine.abort(name)
+                self._arrived.pop(name, None)
 
 
 class _Progress:

@@ -1,5 +1,9 @@
 """LLM around a fake runner: batches with bad prompts, streams, scores, progress."""
 
+import contextlib
+import sys
+import threading
+
 import numpy as np
 import pytest
 
@@ -85,6 +89,42 @@ def test_streams_interleave_with_each_other_and_with_a_batch():
     rest = [d.outputs[0].token_ids for d in second]
     assert sum(rest, seen[1].outputs[0].token_ids) == expected_tokens(TOKENIZER.encode("bb"), 12, VOCAB)
     assert len(list(first)) == 10
+
+
+def test_threads_take_turns_and_each_gets_its_own(monkeypatch):
+    llm = make_llm()
+    texts = [f"prompt {i}" for i in range(4)]
+    found: dict[str, list[int]] = {}
+
+    def call(text: str) -> None:
+        if text.endswith(("0", "1")):
+            found[text] = llm.generate(text, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        else:
+            found[text] = [token for part in llm.stream(text, GREEDY) for token in part.outputs[0].token_ids]
+
+    step, switch = llm.engine.step, sys.getswitchinterval()
+    together = threading.Barrier(len(texts))
+    arrived = threading.local()
+
+    def step_together():
+        if not hasattr(arrived, "once"):  # without turns every thread is inside its first call now
+            arrived.once = True
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(0.2)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", step_together)
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call, args=(text,), daemon=True) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    finally:
+        sys.setswitchinterval(switch)
+    assert not any(thread.is_alive() for thread in threads)
+    assert found == {text: expected_tokens(TOKENIZER.encode(text), 12, VOCAB) for text in texts}
 
 
 def test_closing_a_stream_frees_what_it_held():
