@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,7 @@ def hal_bench(
 
     try:
         opened, index = open_backend(backend)
+        _check_rows(shapes, op or (), rows or ())
         if json_file is not None:
             check_writable(json_file)
         known = read_report(report) if report is not None else None
@@ -73,6 +75,19 @@ def hal_bench(
         write_report(json_file, make_report("hal", settings, result))
         note(f"wrote {json_file}")
     return _conclude(result)
+
+
+def _check_rows(shapes: str, ops: Collection[str], rows: Collection[int]) -> None:
+    """BadCall for an unknown name, or for token rows of which these ops have no step."""
+    from deepinfer_hal.bench import check_names
+    from deepinfer_hal.bench_shapes import MODELS, bench_cases
+
+    from deepinfer.errors import BadCall
+
+    check_names(shapes, ops)
+    sizes = {case.rows for case in bench_cases(MODELS[shapes], 1, ops=tuple(ops))}
+    if sizes and (unknown := sorted(set(rows) - sizes)):
+        raise BadCall(f"no step has {unknown[0]} token rows: --rows must be among {', '.join(map(str, sorted(sizes)))}")
 
 
 _HEAD = f"{'op':42} {'rows':>5} {'median':>10} {'min':>10} {'max':>10} {'GB/s':>8} {'GFLOP/s':>9} {'share':>7}  kernel"

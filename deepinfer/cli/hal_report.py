@@ -82,6 +82,10 @@ def hal_table(
     """Writes the support table from stored reports."""
     from deepinfer_hal.conformance.support import support_page
 
+    from deepinfer.errors import ConfigError
+
+    if not any(reports.glob("*.json")):
+        raise ConfigError("reports", f"{reports} holds no report: give the folder of a clone's reports with --reports")
     page = support_page(reports)
     if check:
         current = out.is_file() and out.read_text(encoding="utf-8") == page

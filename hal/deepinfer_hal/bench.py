@@ -83,15 +83,12 @@ class Row:
     spent: dict[str, float] = field(default_factory=dict)
 
 
-def check_names(shapes: str, ops: Collection[str], rows: Collection[int] = ()) -> None:
-    """BadCall for a model without shapes, an op without a card, or token rows of which these ops have no step."""
+def check_names(shapes: str, ops: Collection[str]) -> None:
+    """BadCall for a model without shapes or an op without a card."""
     if shapes not in MODELS:
         raise BadCall(f"shapes must be {' or '.join(MODELS)}, got {shapes!r}")
     for op in ops:
         get_card(op)
-    sizes = {case.rows for case in bench_cases(MODELS[shapes], 1, ops=tuple(ops))}
-    if sizes and (unknown := sorted(set(rows) - sizes)):
-        raise BadCall(f"no step has {unknown[0]} token rows: rows must be among {', '.join(map(str, sorted(sizes)))}")
 
 
 def run_bench(
@@ -120,7 +117,7 @@ def run_bench(
     by time.time(); rows that would not have been drawn by then are not run.
     Raises BadCall for what does not exist.
     """
-    check_names(shapes, ops, rows)
+    check_names(shapes, ops)
     model = MODELS[shapes]
     experts = min(experts, model.experts)
     budget = resolved(budget or Budget(), backend, index)

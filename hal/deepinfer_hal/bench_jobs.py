@@ -114,7 +114,7 @@ def run_bench_jobs(
     ends, it leaves no process behind. After a KeyboardInterrupt the result has the rows that were heard of, `interrupted`; it is
     raised again where nothing was measured.
     """
-    check_names(shapes, ops, rows)
+    check_names(shapes, ops)
     heard: list[Row] = []
     shares = share_work(jobs, shapes, experts, ops, rows)
     results: list[dict[str, Any] | str] = [""] * len(shares)

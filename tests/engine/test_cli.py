@@ -155,6 +155,7 @@ def test_without_a_model_the_packaged_one_writes_python(run):
         (["bench", "throughput", "--num-prompts", "0"], 2, ["--num-prompts", "at least 1"]),
         (["bench", "latency", "--input-len", "0"], 2, ["--input-len", "at least 1"]),
         (["bench", "host", "--steps", "0"], 2, ["--steps", "at least 1"]),
+        (["hal", "bench", "--backend", "cpu", "--shapes", "nano", "--op", "rope", "--rows", "7"], 2, ["7", "1, 16, 64, 256"]),
         (["chat", "--n", "2"], 2, ["--n 2", "generate"]),
         (["check", "--model", "/nowhere"], 1, ["/nowhere"]),
     ],

@@ -84,11 +84,6 @@ def test_cards_make_the_cases(op):
             check_call(card, card.generate(case.case, 0, "cpu", prepare_canonical))
 
 
-def test_rows_that_no_step_has_are_refused_with_those_there_are():
-    with pytest.raises(BadCall, match="no step has 7 token rows: rows must be among 1, 16"):
-        measured(Bench(), ops=("rope",), rows=(16, 7))
-
-
 def test_experts_beyond_the_model_are_refused():
     with pytest.raises(BadCall, match="1 to 384"):
         list(bench_cases(V41, 385))
