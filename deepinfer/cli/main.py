@@ -22,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments.remove(DEBUG_FLAG)
     try:
         status = _run(arguments)
-        if status == _INTERRUPTED:  # also where the command line's library has turned the interrupt into a status
-            print("\ninterrupted", file=sys.stderr)
+        if status == _INTERRUPTED:  # the command line's library has turned the interrupt into a status
+            raise KeyboardInterrupt
         return status
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

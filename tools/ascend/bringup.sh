@@ -61,8 +61,8 @@ wanted_modules() { # what the probes import, and pybind11 where the twin is stil
 import sys
 from deepinfer_ascend import twin
 wanted = ["ml_dtypes"] + ["pybind11"] * (twin.module() is None)
-lacking = [name for name in wanted if sys.modules.get(name, name) is None or importlib.util.find_spec(name) is None]
-sys.exit(f"wanted by the twin and its probes: pip install {chr(32).join(lacking)}" if lacking else 0)'
+lacking = [name for name in wanted if importlib.util.find_spec(name) is None]
+sys.exit("wanted by the twin and its probes: pip install " + " ".join(lacking) if lacking else 0)'
 }
 
 opens() {
