@@ -8,9 +8,9 @@ Zipf routing of 6 among 384 gives 8, 64 and 256 rows. Six experts are what a ran
 three are a draft block's. Rows are fp8_32 codes. Each time is the median of replays of a graph of several calls, over weights
 that exceed the last-level cache (up to 16 experts: some sets in turn). TB/s counts the bytes of codes and scales of the experts
 that have rows. Before a shape is timed, every kind of row it has is checked against float64 products at the card's tolerance.
-torch's own op is `torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over 4 GiB and a BF16
-product of 8192^3, and a point's floor is the longer of its weights' bytes at the one and its products at the other. The report is
-stored after every point.
+torch's own op, beside every point, is `torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over
+4 GiB and a BF16 product of 8192^3, and a point's floor is the longer of its weights' bytes at the one and its products at the
+other. The report is stored after every point.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from deepinfer_hal.card import get_card, sum_tolerance  # noqa: E402
 from deepinfer_hal.errors import BackendUnavailable  # noqa: E402
 from deepinfer_hal.formats import dequantise  # noqa: E402
 from graph_timing import microseconds_of_a_call  # noqa: E402
+from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
 
 GATE_UP, DOWN, EXPERTS, TOP_K = (4608, 5120), (5120, 2304), 384, 6
@@ -107,18 +108,27 @@ def measured(
     }  # fmt: skip
 
 
-def torchs_own(experts: int, rows: int, shape: tuple[int, int], gen: torch.Generator, samples: int) -> float | None:
-    """Microseconds of torch's grouped product with BF16 weights and rows; None where this torch has none that runs here."""
+def torchs_own(matrix: torch.Tensor, counts: list[int], gen: torch.Generator, samples: int) -> dict[str, float | None]:
+    """Microseconds of torch's grouped product of BF16 rows with BF16 weights [experts, N, K]; None where this torch has none that
+    runs here."""
     if not hasattr(torch, "_grouped_mm"):
-        return None
-    matrix = torch.randn((experts, *shape), dtype=torch.bfloat16, device="cuda", generator=gen)
-    x = torch.randn((experts * rows, shape[1]), dtype=torch.bfloat16, device="cuda", generator=gen)
-    ends = torch.arange(1, experts + 1, dtype=torch.int32, device="cuda") * rows
+        return {"torch_grouped_mm_us": None}
+    x = torch.randn((sum(counts), matrix.shape[2]), dtype=torch.bfloat16, device="cuda", generator=gen)
+    ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+
+    def call() -> torch.Tensor:
+        return torch._grouped_mm(x, matrix.transpose(1, 2), offs=ends)
+
     try:
-        return microseconds_of_a_call([lambda: torch._grouped_mm(x, matrix.transpose(1, 2), offs=ends)] * 2, samples, discarded=2)
+        return {"torch_grouped_mm_us": microseconds_of_a_call([call] * 2, samples, discarded=2)}
     except RuntimeError as error:
         print(f"torch._grouped_mm: {error}")
-        return None
+        return {"torch_grouped_mm_us": None}
+
+
+def torch_weight(experts: int, shape: tuple[int, int], gen: torch.Generator) -> torch.Tensor:
+    """BF16 [experts, N, K], random."""
+    return torch.randn((experts, *shape), dtype=torch.bfloat16, device="cuda", generator=gen)
 
 
 def ceilings(samples: int) -> dict[str, float]:
@@ -138,28 +148,31 @@ def points(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):
         for count in experts:
             sets = [random_weight(count, shape, gen) for _ in range(4 if count <= 8 else 2 if count <= 16 else 1)]
+            theirs = torch_weight(count, shape, gen)
             for rows in FEW_ROWS.get(count, BARS):
-                point = measured(call, sets, [rows] * count, gen, samples)
+                point = measured(call, sets, [rows] * count, gen, samples) | torchs_own(theirs, [rows] * count, gen, samples)
                 bar = "none" if count in FEW_ROWS else f"{BARS[rows] * share:.2f} TB/s"
                 yield {"name": f"{name}, {rows} rows", **point, "bar": bar}
             if count == EXPERTS and shape == GATE_UP:
                 for kind, exponent in (("uniform", 0.0), ("Zipf", 1.0)):
                     for rows in (8, 64, 256):
-                        point = measured(call, sets, routed(rows, exponent), gen, samples)
+                        counts = routed(rows, exponent)
+                        point = measured(call, sets, counts, gen, samples) | torchs_own(theirs, counts, gen, samples)
                         yield {"name": f"{kind} routing, {rows} rows", **point, "bar": "2.80 TB/s"}
-            del sets
+            del sets, theirs
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):  # last: they heat the chip
         for count, rows in ((some, rows) for some in experts for rows in MANY_ROWS.get(some, ())):
             point = measured(call, [random_weight(count, shape, gen)], [rows] * count, gen, samples)
-            own = torchs_own(count, rows, shape, gen, samples) if count == 16 else None
+            point |= torchs_own(torch_weight(count, shape, gen), [rows] * count, gen, samples)
             bar = "none" if count in FEW_ROWS else f"{500 * share:.0f} TFLOP/s"
-            yield {"name": f"{name}, {rows} rows", **point, "torch_grouped_mm_us": own, "bar": bar}
+            yield {"name": f"{name}, {rows} rows", **point, "bar": bar}
 
 
 def measure(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
     """The result so far, as plain values, after each point; the last has the ceilings too."""
     found: list[dict[str, Any]] = []
-    result = {"gpu": torch.cuda.get_device_name(), "symbol": "di_grouped_gemm", **library_facts(), "points": found}
+    made_of = {"symbol": "di_grouped_gemm", **provenance(), **library_facts()}
+    result = {"gpu": torch.cuda.get_device_name(), **made_of, "points": found}
     for point in points(experts, samples):
         found.append(shown(point))
         yield result
@@ -196,7 +209,8 @@ def points_of(points: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def shown(point: dict[str, Any]) -> dict[str, Any]:
     """The point, printed."""
     figures = "{us:9.1f} us {tb_per_s:5.2f} TB/s {tflop_per_s:6.1f} TFLOP/s, bar {bar} {wrong}"
-    print(("{name:26s} E {experts:3d} ({active:3d} active) " + figures).format(**point), flush=True)
+    own = f", torch {point['torch_grouped_mm_us']:.1f} us" if point["torch_grouped_mm_us"] else ""
+    print(("{name:26s} E {experts:3d} ({active:3d} active) " + figures).format(**point) + own, flush=True)
     return point
 
 

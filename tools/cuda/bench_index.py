@@ -6,8 +6,9 @@
 Each time is the median of replays of a CUDA graph that rotates over sets of buffers larger than the last-level cache together,
 filled with random codes, scales, queries and weights. What is timed is checked first: scores of sampled rows against the card's
 float64 reference, selections exactly against the card's reference on the same scores. The ceilings are measured in the same
-run. FLOPs count two for each head, width and visible key of a row; bytes count each request's keys once. `torch` is torch.topk
-followed by a sort of the indices, on the same scores. The report is stored after every case.
+run. FLOPs count two for each head, width and visible key of a row; bytes count each request's keys once. `torch` is what torch
+has: for a selection torch.topk followed by a sort of the indices, on the same scores; for scores products in BF16 over keys that
+were decoded beforehand, with an operator for each step. The report is stored after every case.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.kernel import CallSpec, Kernel, Yes  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
 from graph_timing import microseconds  # noqa: E402
+from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
+from torch_ops import index_scores  # noqa: E402
 
 HEADS, WIDTH, BLOCK_ROWS, KEY_BYTES, TOP, POOL, POOL_BLOCK = 32, 128, 64, 68, 512, 2048, 8
 ROW_FLOPS = 2 * HEADS * WIDTH
@@ -124,6 +127,7 @@ def score_cases(score: Callable[..., None], topk: Callable[..., None], contexts:
         "100 us, stretch 85",
         lambda: check_scores(score, calls[0], [0, contexts - 1]),
     )
+    yield torchs_scores(what, contexts, contexts, keys)
     for a in calls:
         score(*a.values())
     yield from selection_cases(topk, [a["scores"] for a in calls], contexts, keys)
@@ -136,6 +140,14 @@ def score_cases(score: Callable[..., None], topk: Callable[..., None], contexts:
     together = [lambda a=a, o=o: both(a, o) for a, o in zip(calls, ids, strict=True)]
     yield Measured(f"scores and top {TOP}, {what}", together, nbytes, flops, "120 us")
     yield from shared_key_cases(score, stores, contexts, keys)
+
+
+def torchs_scores(what: str, rows: int, requests: int, keys: int) -> Measured:
+    """torch's scores of random queries over decoded keys, of one request each or of one for all."""
+    q = torch.randn(rows, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(rows, HEADS, device="cuda", dtype=torch.bfloat16)
+    decoded = torch.randn(requests, keys, WIDTH, device="cuda", dtype=torch.bfloat16)
+    return Measured(f"torch: scores, {what}", [index_scores(q, weights, decoded).call], flops=rows * keys * ROW_FLOPS)
 
 
 def selection_cases(topk: Callable[..., None], scored: list[torch.Tensor], contexts: int, keys: int) -> Iterator[Measured]:
@@ -200,6 +212,7 @@ def prefill_cases(score: Callable[..., None], topk: Callable[..., None], rows: i
             bar,
             lambda a=args: check_scores(score, a, [0, rows - 1]),
         )
+    yield torchs_scores(f"prefill, {rows} rows x {keys}", rows, 1, keys)
     score(*args.values())
     selected = (args["scores"], None, POOL_BLOCK, None, torch.empty(rows, TOP, dtype=torch.int32, device="cuda"))
     yield Measured(
@@ -247,6 +260,8 @@ def pool_cases(pool: Callable[..., None], keys: int) -> Iterator[Measured]:
             4 * rows * keys,
             check=lambda a=some[0]: check_selection("select_candidate_blocks", pool, a),
         )
+        theirs = [lambda s=s: s.view(s.shape[0], -1, POOL_BLOCK).amax(-1).topk(POOL).indices.sort() for s in scores]
+        yield Measured(f"torch: pool of {POOL} blocks, {rows} rows x {keys}", theirs, 4 * rows * keys)
 
 
 def ceilings(samples: int) -> dict[str, float]:
@@ -274,7 +289,7 @@ def measure(kernels: dict[str, Kernel], samples: int) -> Iterator[dict[str, Any]
     torch.manual_seed(11)
     score, topk, pool = (kernels[op].fn for op in ("score_index", "select_topk", "select_candidate_blocks"))
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), **ceilings(samples), "cases": []}
-    result["symbols"] = {op: kernels[op].symbol for op in ("score_index", "select_topk", "select_candidate_blocks")}
+    result |= provenance({op: kernels[op].symbol for op in ("score_index", "select_topk", "select_candidate_blocks")})
     sources = (
         score_cases(score, topk, 64, 65536),
         prefill_cases(score, topk, 4096, 65536),

@@ -16,7 +16,8 @@ The small ops of layers that own compressed rows, an indexer or an Engram table 
 40 layers run it; `source_us_per_layer` is what they add to a layer on average.
 
 Outputs are checked against the cards' float64 references before anything is timed. floor_us is the larger of what one launch
-costs inside a graph and the card's bytes over the copy rate, both measured in the same run.
+costs inside a graph and the card's bytes over the copy rate, both measured in the same run. torch_us is what torch has of an op
+(torch_ops.py), over each layer's own buffers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ from deepinfer_hal.row_layout import block_bytes  # noqa: E402
 from deepinfer_hal.statics import call_spec  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle  # noqa: E402
 from graph_timing import microseconds  # noqa: E402
+from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
+from torch_ops import beside, torch_row, torchs_own  # noqa: E402
 
 H, STREAMS, HEADS, D, ROPE, LORA, EXPERTS, TOP_K, INTER = 5120, 4, 64, 512, 64, 1280, 384, 6, 2304
 RING, POSITIONS, EPS = 134, 65536, 1e-20
@@ -286,7 +289,7 @@ def measure(
     sources: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "rows": rows, "layers": layers, "launch_us": launch_us,
-        "copy_bytes_per_second": rate, "wrong": [], "left_out": [], "ops": ops, "source_ops": sources,
+        "copy_bytes_per_second": rate, **provenance(), "wrong": [], "left_out": [], "ops": ops, "source_ops": sources,
     }  # fmt: skip
 
     def per_layer(plan: list[tuple[str, str, tuple[Any, ...]]]) -> float:
@@ -323,6 +326,12 @@ def measure(
         if in_time(call[0]):
             sources.append(row_of(*call) | {"layers": of_layers, "cold_us": per_layer([layer[index][:3] for layer in others])})
             keep(result)
+    for index, row in enumerate(ops + sources):
+        if in_time(f"torch {row['name']}"):
+            of_layers = [(*small, *some)[index] for small, some in zip(plans["cold"], others, strict=True)]
+            own = [torchs_own(op, get_card(op).bind_args(args, {})) for _, op, args, *_ in of_layers]
+            row |= torch_row(own * TURNS, samples)
+            keep(result)
     if not result["left_out"]:
         result |= {f"{mode}_ops_us": sum(row[f"{mode}_us"] for row in ops) for mode in plans}
         result["source_us_per_layer"] = sum(row["cold_us"] * row["layers"] for row in sources) / LAYERS
@@ -337,9 +346,10 @@ def show(result: dict[str, Any]) -> None:
 
     for row in result["ops"]:
         print(f"{row['name']:16s} cold {said(row, 'cold_us')}  warm {said(row, 'warm_us')}  floor {row['floor_us']:5.2f} us  "
-              f"{row['symbol']}")  # fmt: skip
+              f"{row['symbol']}{beside(row)}")  # fmt: skip
     for row in result["source_ops"]:
-        print("{name:16s} cold {cold_us:6.2f}  in {layers} of 40   floor {floor_us:5.2f} us  {symbol}".format(**row))
+        line = "{name:16s} cold {cold_us:6.2f}  in {layers} of 40   floor {floor_us:5.2f} us  {symbol}".format(**row)
+        print(line + beside(row))
     print(f"a layer: cold {said(result, 'cold_layer_us')}, warm {said(result, 'warm_layer_us')}, sums of ops "
           f"{said(result, 'cold_ops_us')} and {said(result, 'warm_ops_us')}, floor {result['floor_us']:.2f} us; sources add "
           f"{said(result, 'source_us_per_layer')}; launch {result['launch_us']:.2f}")  # fmt: skip

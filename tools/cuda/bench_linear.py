@@ -23,7 +23,7 @@ from typing import Any
 
 START = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", "hal", "backends/cuda")]
+sys.path[:0] = [str(ROOT / part) for part in ("tools", "tools/cuda", ".", "hal", "backends/cuda", "backends/triton")]
 
 import torch  # noqa: E402
 from deepinfer_cuda.native import WORKSPACE_BYTES  # noqa: E402
@@ -33,6 +33,7 @@ from deepinfer_hal.card import all_cards, sum_tolerance  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle  # noqa: E402
 from gpu_state import state_while  # noqa: E402
 from graph_timing import microseconds_of_a_call  # noqa: E402
+from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
 
 SHAPES = {"wq_a": (0, 5120, 1280, 0), "wq_b": (0, 1280, 32768, 40), "wo_b": (0, 8192, 5120, 40), "wo_a": (8, 4096, 1024, 40)}
@@ -58,6 +59,7 @@ DENSE_SHAPES = {
 }
 """BF16 rows and weights, float32 results."""
 
+OPS = ("linear", "grouped_linear")
 ALL_SHAPES = {**SHAPES, **LAYER_SHAPES, **DENSE_SHAPES}
 LEAST_START_US, LEAST_TB_PER_S = 2.0, 4.2
 """What a call takes at least: a launch, and its bytes from memory."""
@@ -234,12 +236,13 @@ def main() -> None:
         args.library.resolve(), lambda: torch.cuda.current_stream().cuda_stream, workspace=(room.data_ptr(), room.numel())
     )
     sizes, told = [(shape, rows) for rows in args.rows for shape in args.shapes], 0
+    made_of = provenance({op: f"di_{op}" for op in OPS}, args.library.resolve())
     for result in measured(library, sizes, not args.no_torch, args.seconds):
         for row in result["rows"][told:]:
             print(shown(row), flush=True)
         told = len(result["rows"])
         if args.json:
-            store(args.json, shlex.join(["python", *sys.argv]), result)
+            store(args.json, shlex.join(["python", *sys.argv]), made_of | result)
     print(", ".join(f"{name} {value:.2f}" for name, value in result["ceilings"].items()))
     if result["left_out"]:
         print(f"left out after {args.seconds} s: {', '.join(result['left_out'])}")

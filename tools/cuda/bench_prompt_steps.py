@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepinfer_hal.conformance.host import describe_host, describe_suite
 from deepinfer_hal.registry import open_backend
 
 from deepinfer.bench.op_times import time_run
@@ -162,7 +163,8 @@ def main() -> int:
     model = SliceModel(backend, index, cut, SEQUENCES, CONTEXT)
     network = model.network(ROWS)
     result: dict[str, Any] = {
-        "build": dict(backend.describe_build()), "ranks": cut.ranks, "layers": list(cut.layers), "kinds": list(cut.kinds),
+        "build": dict(backend.describe_build()), "suite": describe_suite(), "host": describe_host(), "ranks": cut.ranks,
+        "layers": list(cut.layers), "kinds": list(cut.kinds),
         "made_seconds": time.perf_counter() - start, "warm_up": [],
     }  # fmt: skip
     runner = None
@@ -183,6 +185,7 @@ def main() -> int:
     for tokens in (*sizes, 300):
         result["device"].append(device_times(backend, index, runner, tokens))
         print(result["device"][-1], flush=True)
+    result["kernels"] = [vars(choice) for choice in network.dispatcher.table()]
     if arguments.json:
         arguments.json.write_text(json.dumps({"command": " ".join(sys.argv), **result}, indent=1) + "\n", encoding="utf-8")
     return 0 if all(one["same_bits"] for one in result["steps"]) else 1

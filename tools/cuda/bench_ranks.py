@@ -32,6 +32,7 @@ from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.conformance.rank_process import Rank  # noqa: E402
 from deepinfer_hal.conformance.ranks import RankProcesses, Seat  # noqa: E402
 from graph_timing import microseconds_of_a_call  # noqa: E402
+from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
 
 WIDTH, EXPERTS, CHOICES = 5120, 384, 6
@@ -163,6 +164,7 @@ def main(arguments: list[str]) -> int:
         print(f"{options.world} ranks need as many GPUs; there are {torch.cuda.device_count()}")
         return 1
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "world": options.world}
+    result |= provenance()
     result["link"] = link()
     print(f"{result['device']} x {options.world}: a copy between two goes at {result['link']['copy_gbs']} GB/s")
     params = {"tokens": options.tokens or [0, 8, 64, 256], "samples": options.samples}

@@ -6,8 +6,9 @@
 Logits are a broad floor under 300 likely tokens a row, as a model's are; "flat" rows are normal numbers with a deviation of 3,
 of which thousands survive top-p. One CUDA graph holds a call on each of several buffers, together larger than the last-level
 cache. Outputs are checked against the cards' float64 references before anything is timed. floor_us is the larger of what a
-launch costs inside a graph and the card's bytes over the copy rate, both measured in the same run. With --seconds, calls
-that have not begun by then are left out, and named. The report is stored after every call.
+launch costs inside a graph and the card's bytes over the copy rate, both measured in the same run; torch_us is what torch has of
+an op (torch_ops.py), over the same buffers. With --seconds, calls that have not begun by then are left out, and named. The report
+is stored after every call.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.row_layout import block_bytes  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, prepare_canonical  # noqa: E402
 from graph_timing import microseconds  # noqa: E402
+from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
+from torch_ops import beside, torch_row, torchs_own  # noqa: E402
 
 VOCAB, H, STREAMS, HEADS, D, RANK, BLOCK, WINDOW, RING = 129280, 5120, 4, 64, 512, 256, 5, 128, 136
 BF16, F32, U8, I32, I64 = torch.bfloat16, torch.float32, torch.uint8, torch.int32, torch.int64
@@ -148,7 +151,7 @@ def measure(rows: int, samples: int, only: str, seconds: float, kernels: Offered
     """The result so far, as plain values, after each call."""
     launch_us, rate = ceilings(samples)
     result = {"gpu": torch.cuda.get_device_name(), "rows": rows, "launch_us": launch_us, "copy_bytes_per_second": rate}
-    result |= {"wrong": [], "left_out": [], "ops": []}
+    result |= {**provenance(), "wrong": [], "left_out": [], "ops": []}
     for name, op, args in calls(rows, 0, only):
         if time.monotonic() - START > seconds:
             result["left_out"].append(name)
@@ -168,8 +171,9 @@ def measure(rows: int, samples: int, only: str, seconds: float, kernels: Offered
 
         spent = microseconds(run, samples) / len(buffers)
         floor = max(launch_us, nbytes / rate * 1e6)
+        theirs = torch_row((torchs_own(op, get_card(op).bind_args(one, {})) for one in buffers), samples)
         del buffers, run
-        row = {"name": name, "op": op, "symbol": kernel.symbol, "bytes": nbytes, "us": spent, "floor_us": floor}
+        row = {"name": name, "op": op, "symbol": kernel.symbol, "bytes": nbytes, "us": spent, "floor_us": floor, **theirs}
         result["ops"].append(row)
         yield result
 
@@ -185,7 +189,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     command, result = shlex.join(["python", "tools/cuda/bench_sampling.py", *arguments]), {}
     for result in measure(options.rows, options.samples, options.only, options.seconds, offered(options.provider, {})):
-        print("{name:40s} {us:8.2f} us, floor {floor_us:7.2f}  {symbol}".format(**result["ops"][-1]), flush=True)
+        row = result["ops"][-1]
+        print("{name:40s} {us:8.2f} us, floor {floor_us:7.2f}  {symbol}".format(**row) + beside(row), flush=True)
         if options.report:
             store(options.report, command, result)
     if not result:

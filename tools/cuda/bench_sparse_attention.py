@@ -19,9 +19,9 @@ to the next by more than the decoding takes.
 A graph holds one call on each of several problems that together exceed the last-level cache; a time is the median over
 replays of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in
 float64, and a row alone, for which nothing is expanded first, must have the bits that it has in the batch. In the same run:
-the rates of a large copy and of a large BF16 product, and, at 256 rows, torch's own products and softmax over keys gathered
-and decoded beforehand. floor_us is the time of the work at the product's rate, had the weights been one BF16 number each;
-the kernel's two parts make it half as much again. Beside each time stand the GPU's clock and power in such replays. The
+the rates of a large copy and of a large BF16 product, and what torch has (torch_us, the better of its two ways), over keys
+gathered and decoded beforehand. floor_us is the time of the work at the product's rate, had the weights been one BF16 number
+each; the kernel's two parts make it half as much again. Beside each time stand the GPU's clock and power in such replays. The
 report is stored after every size.
 """
 
@@ -43,7 +43,9 @@ from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
 from gpu_state import state_while  # noqa: E402
 from graph_timing import microseconds_in_turn, microseconds_of_a_call  # noqa: E402
+from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
+from torch_ops import attention, torch_row  # noqa: E402
 
 HEADS, D, WINDOW, RING, BLOCK = 64, 512, 128, 134, 64
 DECODE = ((64, 1), (256, 1), (1536, 1), (64, 6), (256, 6), (1536, 6))
@@ -207,16 +209,12 @@ def measure_flat(kernel: Call, k: int, window_tokens: int, load_kv: Call, replay
     return found | dict(with_load_kv_us=round(whole, 1), load_kv_share=round(whole / us - 1, 3), load_kv_us=round(load_us, 1))
 
 
-def torch_us(args: Args, replays: int) -> float:
-    """Two batched products and a softmax by torch, over BF16 keys that were gathered and decoded beforehand."""
+def torch_size(args: Args, problems: int, replays: int) -> dict[str, Any]:
+    """What torch takes for a call of these sizes: the better of its ways, and which."""
     keys = args["rows"].shape[1] + args["window_tokens"]
-    q = args["q"]
-    gathered = [torch.randn(q.shape[0], keys, D, device=q.device).to(torch.bfloat16) for _ in range(2)]
-
-    def call(k: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)).float() * D**-0.5, dim=-1).to(torch.bfloat16), k)
-
-    return microseconds_of_a_call([lambda k=k: call(k) for k in gathered], replays, discarded=1)
+    gathered = [torch.randn(args["q"].shape[0], keys, D, device="cuda", dtype=torch.bfloat16) for _ in range(problems)]
+    ways = zip(*(attention(args["q"], one) for one in gathered), strict=True)
+    return min((torch_row(way, replays) for way in ways), key=lambda row: row["torch_us"])
 
 
 def ceilings(device: str) -> dict[str, float]:
@@ -249,6 +247,7 @@ def main() -> None:
     measured, sizes = ceilings("cuda"), {}
     print(measured)
     found = dict(gpu=torch.cuda.get_device_name(0), symbol=symbol, load_kv_symbol=load_symbol, ceilings=measured, sizes=sizes)
+    found |= provenance({CARD.name: symbol, "load_kv": load_symbol})
 
     def keep(name: str, size: dict[str, Any]) -> None:
         """Adds a size with its floor, and stores what there is."""
@@ -261,14 +260,11 @@ def main() -> None:
     for queries, per_request in DECODE if options.only in (None, "decode") else ():
         problems = [decode_problem(queries, per_request, seed, "cuda") for seed in range({64: 12, 256: 6}.get(queries, 3))]
         name = f"decode, {queries} rows, {per_request} a request"
-        size = measure(kernel, problems, options.replays)
-        if (queries, per_request) == (256, 1):
-            size["torch_us"] = round(torch_us(problems[0], options.replays), 1)
-        keep(name, size)
+        keep(name, measure(kernel, problems, options.replays) | torch_size(problems[0], len(problems), options.replays))
     for k, window_tokens in PREFILL if options.only in (None, "prefill") else ():
         problems = [prefill_problem(k, window_tokens, seed, "cuda") for seed in range(2)]
         name = f"prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
-        keep(name, measure(kernel, problems, options.replays))
+        keep(name, measure(kernel, problems, options.replays) | torch_size(problems[0], 1, options.replays))
     for k, window_tokens in FLAT if options.only in (None, "flat") else ():
         name = f"flat prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
         keep(name, measure_flat(kernel, k, window_tokens, load_kv, options.replays))
