@@ -8,9 +8,9 @@ Zipf routing of 6 among 384 gives 8, 64 and 256 rows. Six experts are what a ran
 three are a draft block's. Rows are fp8_32 codes. Each time is the median of replays of a graph of several calls, over weights
 that exceed the last-level cache (up to 16 experts: some sets in turn). TB/s counts the bytes of codes and scales of the experts
 that have rows. Before a shape is timed, every kind of row it has is checked against float64 products at the card's tolerance.
-torch's own op, beside every point, is `torch._grouped_mm` with BF16 weights, four times the bytes; ceilings are an addition over
-4 GiB and a BF16 product of 8192^3, and a point's floor is the longer of its weights' bytes at the one and its products at the
-other. The report is stored after every point.
+Ceilings are an addition over 4 GiB and a BF16 product of 8192^3, and a point's floor is the longer of its weights' bytes at the
+one and its products at the other. torch's own op, beside every point, is `torch._grouped_mm` with BF16 weights, four times the
+bytes; it comes last, since it heats the chip. The report is stored after every point.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def measured(
     }  # fmt: skip
 
 
-def torchs_own(matrix: torch.Tensor, counts: list[int], gen: torch.Generator, samples: int) -> dict[str, float | None]:
+def torchs_own(matrix: torch.Tensor, counts: list[int], gen: torch.Generator, samples: int) -> float | None:
     """Microseconds of torch's grouped product of BF16 rows with BF16 weights [experts, N, K]; None where this torch has none that
     runs here."""
     if not hasattr(torch, "_grouped_mm"):
-        return {"torch_grouped_mm_us": None}
+        return None
     x = torch.randn((sum(counts), matrix.shape[2]), dtype=torch.bfloat16, device="cuda", generator=gen)
     ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
 
@@ -120,15 +120,22 @@ def torchs_own(matrix: torch.Tensor, counts: list[int], gen: torch.Generator, sa
         return torch._grouped_mm(x, matrix.transpose(1, 2), offs=ends)
 
     try:
-        return {"torch_grouped_mm_us": microseconds_of_a_call([call] * 2, samples, discarded=2)}
+        return microseconds_of_a_call([call] * 2, samples, discarded=2)
     except RuntimeError as error:
         print(f"torch._grouped_mm: {error}")
-        return {"torch_grouped_mm_us": None}
+        return None
 
 
-def torch_weight(experts: int, shape: tuple[int, int], gen: torch.Generator) -> torch.Tensor:
-    """BF16 [experts, N, K], random."""
-    return torch.randn((experts, *shape), dtype=torch.bfloat16, device="cuda", generator=gen)
+def beside(found: list[tuple[dict[str, Any], list[int]]], samples: int) -> Iterator[None]:
+    """Adds torch's time to each point, with the rows of its experts; a pause after each."""
+    gen, matrix = torch.Generator("cuda").manual_seed(8), torch.empty(0)
+    for point, counts in found:
+        shape = (point["experts"], point["N"], point["K"])
+        if matrix.shape != shape:
+            del matrix
+            matrix = torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=gen)
+        point["torch_grouped_mm_us"] = torchs_own(matrix, counts, gen, samples)
+        yield
 
 
 def ceilings(samples: int) -> dict[str, float]:
@@ -141,47 +148,50 @@ def ceilings(samples: int) -> dict[str, float]:
     return {"copy_tb_per_s": 2 * large.nbytes / copy * 1e-6, "bf16_tflop_per_s": 2 * 8192**3 / product * 1e-6}
 
 
-def points(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
-    """One after another, each as plain values."""
+def points(experts: list[int], samples: int) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """One after another, each as plain values, with the rows of its experts."""
     gen = torch.Generator("cuda").manual_seed(7)
     call = native.library(torch.device("cuda", 0)).bind(get_card("grouped_gemm"))
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):
         for count in experts:
             sets = [random_weight(count, shape, gen) for _ in range(4 if count <= 8 else 2 if count <= 16 else 1)]
-            theirs = torch_weight(count, shape, gen)
             for rows in FEW_ROWS.get(count, BARS):
-                point = measured(call, sets, [rows] * count, gen, samples) | torchs_own(theirs, [rows] * count, gen, samples)
+                point = measured(call, sets, [rows] * count, gen, samples)
                 bar = "none" if count in FEW_ROWS else f"{BARS[rows] * share:.2f} TB/s"
-                yield {"name": f"{name}, {rows} rows", **point, "bar": bar}
+                yield {"name": f"{name}, {rows} rows", **point, "bar": bar}, [rows] * count
             if count == EXPERTS and shape == GATE_UP:
                 for kind, exponent in (("uniform", 0.0), ("Zipf", 1.0)):
                     for rows in (8, 64, 256):
                         counts = routed(rows, exponent)
-                        point = measured(call, sets, counts, gen, samples) | torchs_own(theirs, counts, gen, samples)
-                        yield {"name": f"{kind} routing, {rows} rows", **point, "bar": "2.80 TB/s"}
-            del sets, theirs
+                        point = measured(call, sets, counts, gen, samples)
+                        yield {"name": f"{kind} routing, {rows} rows", **point, "bar": "2.80 TB/s"}, counts
+            del sets
     for name, shape, share in (("gate + up", GATE_UP, 1.0), ("down", DOWN, 0.9)):  # last: they heat the chip
         for count, rows in ((some, rows) for some in experts for rows in MANY_ROWS.get(some, ())):
             point = measured(call, [random_weight(count, shape, gen)], [rows] * count, gen, samples)
-            point |= torchs_own(torch_weight(count, shape, gen), [rows] * count, gen, samples)
             bar = "none" if count in FEW_ROWS else f"{500 * share:.0f} TFLOP/s"
-            yield {"name": f"{name}, {rows} rows", **point, "bar": bar}
+            yield {"name": f"{name}, {rows} rows", **point, "bar": bar}, [rows] * count
 
 
 def measure(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
-    """The result so far, as plain values, after each point; the last has the ceilings too."""
+    """The result so far, as plain values, after each point; then with the ceilings, and with torch's time of each point."""
     found: list[dict[str, Any]] = []
+    rows_of: list[list[int]] = []
     made_of = {"symbol": "di_grouped_gemm", **provenance(), **library_facts()}
     result = {"gpu": torch.cuda.get_device_name(), **made_of, "points": found}
-    for point in points(experts, samples):
+    for point, counts in points(experts, samples):
         found.append(shown(point))
+        rows_of.append(counts)
         yield result
     kinds = ("uniform", "Zipf") if EXPERTS in experts else ()
     skew = [points_of(found, f"{kind} routing, 256 rows")["tb_per_s"] for kind in kinds]
     most = ceilings(samples)
     for point in found:
         point["floor_us"] = floor(point, most)
-    yield {**result, **most, "zipf_over_uniform": skew[0] / skew[1] if skew else None}
+    result |= {**most, "zipf_over_uniform": skew[0] / skew[1] if skew else None}
+    yield result
+    for _ in beside(list(zip(found, rows_of, strict=True)), samples):
+        yield result
 
 
 def floor(point: dict[str, Any], most: dict[str, float]) -> float:
@@ -209,8 +219,7 @@ def points_of(points: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def shown(point: dict[str, Any]) -> dict[str, Any]:
     """The point, printed."""
     figures = "{us:9.1f} us {tb_per_s:5.2f} TB/s {tflop_per_s:6.1f} TFLOP/s, bar {bar} {wrong}"
-    own = f", torch {point['torch_grouped_mm_us']:.1f} us" if point["torch_grouped_mm_us"] else ""
-    print(("{name:26s} E {experts:3d} ({active:3d} active) " + figures).format(**point) + own, flush=True)
+    print(("{name:26s} E {experts:3d} ({active:3d} active) " + figures).format(**point), flush=True)
     return point
 
 
@@ -223,8 +232,9 @@ def main(arguments: list[str]) -> int:
     for result in measure(options.experts, options.samples):
         if options.report:
             store(options.report, shlex.join(["python", "tools/cuda/bench_grouped_gemm.py", *arguments]), result)
-    for point in (some for some in result["points"] if some["experts"] in FEW_ROWS):
-        print("{name:26s} E {experts:3d} {us:9.1f} us, floor {floor_us:9.1f}".format(**point))
+    for point in result["points"]:
+        own = "none" if point["torch_grouped_mm_us"] is None else f"{point['torch_grouped_mm_us']:.1f} us"
+        print("{name:26s} E {experts:3d} {us:9.1f} us, floor {floor_us:9.1f}, torch ".format(**point) + own)
     if result["zipf_over_uniform"]:
         print("Zipf routing over uniform at equal bytes, 256 rows: {zipf_over_uniform:.2f}, bar 1.15".format(**result))
     print("copy {copy_tb_per_s:.2f} TB/s, BF16 {bf16_tflop_per_s:.0f} TFLOP/s".format(**result))

@@ -19,10 +19,10 @@ to the next by more than the decoding takes.
 A graph holds one call on each of several problems that together exceed the last-level cache; a time is the median over
 replays of that graph, by its calls. Before it is timed a kernel's first rows are held against the card's reference in
 float64, and a row alone, for which nothing is expanded first, must have the bits that it has in the batch. In the same run:
-the rates of a large copy and of a large BF16 product, and what torch has (torch_us, the better of its two ways), over keys
-gathered and decoded beforehand. floor_us is the time of the work at the product's rate, had the weights been one BF16 number
-each; the kernel's two parts make it half as much again. Beside each time stand the GPU's clock and power in such replays. The
-report is stored after every size.
+the rates of a large copy and of a large BF16 product, and, after all else since it heats the chip, what torch has (torch_us,
+the better of its two ways), over keys gathered and decoded beforehand. floor_us is the time of the work at the product's rate,
+had the weights been one BF16 number each; the kernel's two parts make it half as much again. Beside each time stand the GPU's
+clock and power in such replays. The report is stored after every size.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ HEADS, D, WINDOW, RING, BLOCK = 64, 512, 128, 134, 64
 DECODE = ((64, 1), (256, 1), (1536, 1), (64, 6), (256, 6), (1536, 6))
 PREFILL = ((512, WINDOW), (640, 0), (1024, WINDOW))
 FLAT = ((640, 0), (512, WINDOW), (1152, 0), (1024, WINDOW))
+CACHE_BYTES = 240 << 20
+"""What the buffers of a graph exceed together."""
+
 QUERIES, CONTEXT, PREFILL_CONTEXT = 4096, 4096, 65536
 CARD = get_card("sparse_attention")
 BY_ROW = ("q", "rows", "row_to_req", "positions")
@@ -209,11 +212,12 @@ def measure_flat(kernel: Call, k: int, window_tokens: int, load_kv: Call, replay
     return found | dict(with_load_kv_us=round(whole, 1), load_kv_share=round(whole / us - 1, 3), load_kv_us=round(load_us, 1))
 
 
-def torch_size(args: Args, problems: int, replays: int) -> dict[str, Any]:
-    """What torch takes for a call of these sizes: the better of its ways, and which."""
-    keys = args["rows"].shape[1] + args["window_tokens"]
-    gathered = [torch.randn(args["q"].shape[0], keys, D, device="cuda", dtype=torch.bfloat16) for _ in range(problems)]
-    ways = zip(*(attention(args["q"], one) for one in gathered), strict=True)
+def torchs_own(queries: int, keys: int, replays: int) -> dict[str, Any]:
+    """What torch takes for so many keys of each query: the better of its ways, and which."""
+    q = torch.randn(queries, HEADS, D, device="cuda", dtype=torch.bfloat16)
+    problems = max(1, CACHE_BYTES // (queries * keys * D * 2))
+    gathered = [torch.randn(queries, keys, D, device="cuda", dtype=torch.bfloat16) for _ in range(problems)]
+    ways = zip(*(attention(q, one) for one in gathered), strict=True)
     return min((torch_row(way, replays) for way in ways), key=lambda row: row["torch_us"])
 
 
@@ -245,29 +249,40 @@ def main() -> None:
     options = parser.parse_args()
     (symbol, kernel), (load_symbol, load_kv) = find_kernel(options.provider), find_kernel("triton", "load_kv")
     measured, sizes = ceilings("cuda"), {}
+    asked: dict[tuple[int, int], list[str]] = {}
     print(measured)
     found = dict(gpu=torch.cuda.get_device_name(0), symbol=symbol, load_kv_symbol=load_symbol, ceilings=measured, sizes=sizes)
     found |= provenance({CARD.name: symbol, "load_kv": load_symbol})
 
-    def keep(name: str, size: dict[str, Any]) -> None:
-        """Adds a size with its floor, and stores what there is."""
+    def keep_all() -> None:
+        if options.report:
+            store(options.report, shlex.join(["python", *sys.argv]), found)
+
+    def keep(name: str, size: dict[str, Any], queries: int, keys: int) -> None:
+        """Adds a size of so many queries and keys of each with its floor, and stores what there is."""
+        asked.setdefault((queries, keys), []).append(name)
         floor = round(size["us"] * size["tflops"] / measured["matmul_tflops"], 1)
         sizes[name] = size | dict(floor_us=floor)
         print(f"{name}: {size['us'] / floor:.2f} of its floor,", sizes[name], flush=True)
-        if options.report:
-            store(options.report, shlex.join(["python", *sys.argv]), found)
+        keep_all()
 
     for queries, per_request in DECODE if options.only in (None, "decode") else ():
         problems = [decode_problem(queries, per_request, seed, "cuda") for seed in range({64: 12, 256: 6}.get(queries, 3))]
         name = f"decode, {queries} rows, {per_request} a request"
-        keep(name, measure(kernel, problems, options.replays) | torch_size(problems[0], len(problems), options.replays))
+        keep(name, measure(kernel, problems, options.replays), queries, 512 + WINDOW)
     for k, window_tokens in PREFILL if options.only in (None, "prefill") else ():
         problems = [prefill_problem(k, window_tokens, seed, "cuda") for seed in range(2)]
         name = f"prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
-        keep(name, measure(kernel, problems, options.replays) | torch_size(problems[0], 1, options.replays))
+        keep(name, measure(kernel, problems, options.replays), QUERIES, k + window_tokens)
     for k, window_tokens in FLAT if options.only in (None, "flat") else ():
         name = f"flat prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
-        keep(name, measure_flat(kernel, k, window_tokens, load_kv, options.replays))
+        keep(name, measure_flat(kernel, k, window_tokens, load_kv, options.replays), QUERIES, k + window_tokens)
+    for (queries, keys), names in asked.items():
+        theirs = torchs_own(queries, keys, options.replays)
+        print(f"{queries} queries of {keys} keys: {theirs}", flush=True)
+        for name in names:
+            sizes[name] |= theirs
+        keep_all()
 
 
 if __name__ == "__main__":
