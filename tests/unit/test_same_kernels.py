@@ -53,3 +53,13 @@ def test_the_tool_names_each_report_and_fails_with_one(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1:] == [
         f"{good}: the same build, 1 symbols that passed", f"{bad}: it tells no build",
     ]  # fmt: skip
+
+
+STORED = [path for path in sorted((ROOT / "reports/h200").glob("*.json")) if path.stem != "ranks"]
+"""ranks.json, which takes two GPUs, is older than its tool's telling the build."""
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_every_stored_report_of_the_h200_is_of_the_kernels_that_conformance_ran(path):
+    conformance = json.loads((ROOT / "reports/hal-cuda-full.json").read_text(encoding="utf-8"))
+    assert same_kernels.differences(conformance, json.loads(path.read_text(encoding="utf-8"))) == []
