@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -84,7 +85,7 @@ def hal_table(
 
     from deepinfer.errors import ConfigError
 
-    if not any(reports.glob("*.json")):
+    if not any(_may_show_something(path) for path in reports.glob("*.json")):
         raise ConfigError("reports", f"{reports} holds no report: give the folder of a clone's reports with --reports")
     page = support_page(reports)
     if check:
@@ -95,3 +96,15 @@ def hal_table(
     out.write_text(page, encoding="utf-8")
     note(f"wrote {out}")
     return 0
+
+
+def _may_show_something(path: Path) -> bool:
+    """Whether a file is a report or evidence, or cannot be read, which support_page tells."""
+    from deepinfer_hal.conformance.report import KIND
+    from deepinfer_hal.conformance.support import EVIDENCE
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return isinstance(document, dict) and document.get("kind") in (EVIDENCE, KIND)

@@ -293,6 +293,7 @@ def test_an_altered_report_and_too_bold_an_evidence_are_refused(tmp_path):
 @pytest.mark.parametrize("folder", ["absent", "."])
 def test_no_table_is_made_of_a_folder_without_reports(folder, tmp_path):
     page = tmp_path / "support.md"
+    (tmp_path / "bench.json").write_text('{"benchmark": "generation"}')
     assert main(["hal", "table", "--reports", str(tmp_path / folder), "--out", str(page)]) == 1
     assert not page.exists()
 
