@@ -25,6 +25,7 @@ def clock(monkeypatch):
         theirs = (60.0, 0.83) if with_torch else (None, None)
         return bench_linear.Row(shape, rows, 50.0, 10.0, 2.0, *theirs, least_us=4.9, calls=40, kernels={"k": 50.0})
 
+    monkeypatch.setattr(bench_linear, "require_gpu", lambda: None)
     monkeypatch.setattr(bench_linear, "measure", measure)
     monkeypatch.setattr(bench_linear, "ceilings", lambda: {"copy_tb_per_s": 4.0})
     monkeypatch.setattr(bench_linear, "CLibrary", lambda *given, **named: None)
@@ -47,6 +48,8 @@ def test_sizes_measured_before_the_tool_is_ended_are_stored(clock, monkeypatch, 
         main()
     stored = json.loads(report.read_text())
     assert [(row["shape"], row["rows"]) for row in stored["rows"]] == [("router", 64), ("head", 64), ("router", 4096)]
+    assert stored["symbols"] == {"linear": "di_linear"} and {"cuda c++ kernels", "triton kernels"} <= set(stored["build"])
+    assert len(stored["suite"]["source_sha256"]) == 64 and "python" in stored["host"]
     assert stored["ceilings"] == {"copy_tb_per_s": 4.0} and stored["device"]["name"] == "stand-in" and stored["left_out"] == []
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 3 and shown[0].startswith("router    64 rows") and shown[0].endswith("torch    60.0 us, ratio 0.83")
@@ -60,3 +63,10 @@ def test_sizes_that_have_not_begun_in_time_are_left_out_and_named(clock, monkeyp
     assert stored["left_out"] == ["head 256 rows", "router 4096 rows", "head 4096 rows"]
     shown = capsys.readouterr().out
     assert "left out after 25.0 s: head 256 rows, router 4096 rows, head 4096 rows" in shown and "ratio" not in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_tool_says_so(monkeypatch, tmp_path):
+    _, main = run(monkeypatch, tmp_path)
+    with pytest.raises(SystemExit, match="error: this times kernels on a GPU"):
+        main()

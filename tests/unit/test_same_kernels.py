@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from deepinfer_hal.conformance.report import KIND, SCHEMA, render, sealed
+from deepinfer_hal.errors import BadCall
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools/cuda")]
 import same_kernels  # noqa: E402
 
 BUILD = {"cuda c++ kernels": "sources aa", "triton kernels": "sources bb", "gpu": "one"}
+OLD = {**BUILD, "cuda c++ kernels": "sources zz"}
 CONFORMANCE = {
+    "kind": KIND, "schema": SCHEMA, "whole": True,
     "subject": {"build": BUILD},
     "results": [
         {"symbol": "di_linear", "verdict": "pass"}, {"symbol": "di_linear", "verdict": "waived"},
@@ -35,6 +39,13 @@ CONFORMANCE = {
         ({"build": BUILD, "symbols": {"op": "never"}}, ["never did not pass there"]),
         ({"build": {**BUILD, "triton kernels": "sources cc"}, "symbol": "di_linear"},
          ["triton kernels are 'sources cc', there 'sources bb'"]),
+        ({"build": BUILD, "slices": [{"build": OLD, "symbol": "di_linear"}]},
+         ["cuda c++ kernels are 'sources zz', there 'sources aa'"]),
+        ({"slices": [{"build": BUILD, "symbol": "di_linear"}, {"symbol": "di_linear"}]}, ["no build is told for di_linear"]),
+        ({"slices": [{"build": BUILD, "symbol": "di_linear"}, {"build": BUILD}]}, ["a part of it tells a build and no symbol"]),
+        ({"rows": [{"symbol": "di_linear"}], "subject": {"build": BUILD}}, []),
+        ({"build": BUILD, "symbol": "di_linear", "load_kv_symbol": "di_sample"}, ["di_sample did not pass there"]),
+        ([{"build": BUILD, "symbol": "di_linear"}, {"build": BUILD, "symbol": "never"}], ["never did not pass there"]),
         ({"symbol": "di_linear"}, ["it tells no build"]),
         ({"build": BUILD, "rows": []}, ["it tells no symbol"]),
     ],
@@ -43,20 +54,41 @@ def test_what_differs_is_named(report, wrong):
     assert same_kernels.differences(CONFORMANCE, report) == wrong
 
 
+@pytest.mark.parametrize(
+    "told", [{"symbol": None}, {"symbols": {"linear": {"one": "di_linear"}}}, {"kernels": ["Linear by cuda"]}], ids=str
+)
+def test_a_symbol_in_a_form_that_is_not_read_is_an_error(told):
+    with pytest.raises(BadCall, match="in a form that is not read"):
+        same_kernels.differences(CONFORMANCE, {"build": BUILD, "rows": [{"symbol": "di_linear"}, told]})
+
+
 def test_the_tool_names_each_report_and_fails_with_one(tmp_path, capsys):
-    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    (tmp_path / "all.json").write_text(json.dumps(CONFORMANCE))
+    good, bad, absent = (tmp_path / f"{name}.json" for name in ("good", "bad", "absent"))
+    (tmp_path / "all.json").write_text(render(sealed(CONFORMANCE)))
     good.write_text(json.dumps({"build": BUILD, "symbol": "di_linear"}))
     bad.write_text(json.dumps({"symbol": "di_linear"}))
-    assert same_kernels.main([str(tmp_path / "all.json"), str(good)]) == 0
-    assert same_kernels.main([str(tmp_path / "all.json"), str(good), str(bad)]) == 1
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        f"{good}: the same build, 1 symbols that passed", f"{bad}: it tells no build",
-    ]  # fmt: skip
+    run = [str(tmp_path / "all.json")]
+    assert same_kernels.main([*run, str(good)]) == 0
+    assert same_kernels.main([*run, str(bad), str(absent), str(good)]) == 1
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == others[2] == f"{good}: the same build, 1 symbols that passed"
+    assert others[0] == f"{bad}: it tells no build" and others[1].startswith(f"{absent}: it cannot be read")
+
+
+@pytest.mark.parametrize("change", [{"kind": "bench"}, {"whole": False}, {"subject": {"build": {"gpu": "one"}}}], ids=str)
+def test_nothing_is_held_against_another_kind_of_report(change, tmp_path, capsys):
+    (tmp_path / "all.json").write_text(render(sealed({**CONFORMANCE, **change})))
+    with pytest.raises(SystemExit, match="2"):
+        same_kernels.main([str(tmp_path / "all.json"), str(tmp_path / "all.json")])
+    assert "error: " in capsys.readouterr().err
 
 
 STORED = [path for path in sorted((ROOT / "reports/h200").glob("*.json")) if path.stem != "ranks"]
 """ranks.json, which takes two GPUs, is older than its tool's telling the build."""
+
+
+def test_there_are_stored_reports():
+    assert len(STORED) >= 13
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepinfer_hal.card import get_card
+from deepinfer_hal.card import all_cards, get_card
 from deepinfer_hal.formats import dequantise, quantise
 from deepinfer_hal.weights import CanonicalWeight, prepare_canonical
 
@@ -35,8 +35,27 @@ def both(op, args):
     return named, theirs.call()
 
 
-def test_rms_norm():
-    args = (normal(ROWS, 64, dtype=BF16), normal(64, dtype=BF16), 1e-6, None, zeros(ROWS, 64, dtype=BF16), None, None)
+def seeded(count):
+    return torch.randperm(count, generator=torch.Generator().manual_seed(count)).int()
+
+
+def test_only_cards_have_operators():
+    assert set(torch_ops._MAKERS) <= set(all_cards()) and "draft_attention" in torch_ops._MAKERS
+
+
+def test_a_row_tells_the_median_of_a_call_or_that_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch_ops, "microseconds", lambda run, samples: run() or 30.0)
+    made = []
+    call = torch_ops.TorchCall("words", lambda: made.append(1))
+    row = torch_ops.torch_row([call, None, call], 3)
+    assert row == {"torch": "words", "torch_us": 15.0} and len(made) == 2
+    assert torch_ops.beside(row) == "  torch 15.00 us (words)"
+    nothing = torch_ops.torch_row([None], 3)
+    assert nothing == {"torch": None, "torch_us": None} and torch_ops.beside(nothing) == torch_ops.beside({}) == ""
+
+
+def test_rms_norm_of_a_slice():
+    args = (normal(ROWS, 96, dtype=BF16)[:, :64], normal(64, dtype=BF16), 0.5, None, zeros(ROWS, 64, dtype=BF16), None, None)
     named, got = both("rms_norm", args)
     torch.testing.assert_close(got, named["out"])
 
@@ -66,7 +85,7 @@ def test_engram_rows():
 
 
 def test_unpermute():
-    inverse = torch.randperm(ROWS * 3).view(ROWS, 3).int()
+    inverse = seeded(ROWS * 3).view(ROWS, 3)
     args = (normal(ROWS * 3, 64), inverse, normal(ROWS, 64), None, zeros(ROWS, 64, dtype=F32))
     named, got = both("unpermute", args)
     torch.testing.assert_close(got, named["out"])
@@ -94,6 +113,16 @@ def test_sampling_draws_what_its_filters_leave(temperature, top_k, top_p, min_p,
     assert set(got.tolist()) == set(named["tokens"].tolist()) == kept
 
 
+def test_a_higher_temperature_draws_the_likeliest_less_often():
+    logits = torch.tensor([1.0, 0.0]).expand(2000, 2)
+    off = (torch.zeros(2000, dtype=I32), torch.ones(2000), torch.zeros(2000))
+    draws = (zeros(2000, dtype=I64), torch.arange(2000).int(), 0, zeros(2000))
+    torch.manual_seed(0)
+    for temperature, likely in ((0.5, 0.881), (2.0, 0.622)):
+        named, got = both("sample", (logits, torch.full((2000,), temperature), *off, *draws))
+        assert abs((got == 0).float().mean() - likely) < 0.05 and abs((named["tokens"] == 0).float().mean() - likely) < 0.05
+
+
 def test_log_probabilities_and_nan_rows():
     logits = normal(ROWS, 100)
     args = (logits, zeros(ROWS), zeros(ROWS, dtype=F32), zeros(ROWS), zeros(ROWS, 5), zeros(ROWS, 5, dtype=F32))
@@ -101,8 +130,9 @@ def test_log_probabilities_and_nan_rows():
     assert torch.equal(got.indices.int(), named["ids"])
     torch.testing.assert_close(got.values, named["values"])
     logits[2, 7] = float("nan")
+    logits[3, 1], logits[4] = float("inf"), float("-inf")
     named, got = both("nan_row_flags", (logits, zeros(ROWS, dtype=U8)))
-    assert torch.equal(got, named["flags"].bool()) and got.sum() == 1
+    assert torch.equal(got, named["flags"].bool()) and got.sum() == 3
 
 
 def test_only_a_mask_of_tokens_has_an_operator():
@@ -131,13 +161,13 @@ def test_drafting():
 
 @pytest.mark.parametrize(("op", "store"), [("copy_blocks", "cache"), ("snapshot_state", "state")])
 def test_copies_within_a_store(op, store):
-    order = torch.randperm(8).int()
+    order = seeded(8)
     named, got = both(op, (order[:4].clone(), order[4:].clone(), torch.arange(8 * 16).view(8, 16).to(U8)))
     assert torch.equal(got, named[store])
 
 
 def test_copies_between_stores_and_tokens():
-    rows = torch.randperm(8).int()
+    rows = seeded(8)
     args = (torch.arange(8 * 16).view(8, 16).to(U8), rows[:4].clone(), rows[4:].clone(), zeros(8, 16, dtype=U8))
     named, got = both("copy_rows", args)
     assert torch.equal(got, named["dst"])
@@ -148,10 +178,24 @@ def test_copies_between_stores_and_tokens():
 
 
 def test_attention_in_both_ways():
-    q, keys = normal(3, 4, 16), normal(3, 10, 16)
+    q, keys = normal(3, 4, 16), normal(3, 16, 16)
     wanted = torch.softmax(torch.einsum("thd,tkd->thk", q, keys) / 4, dim=-1) @ keys
     for way in torch_ops.attention(q, keys):
         torch.testing.assert_close(way.call(), wanted)
+
+
+def test_keys_of_no_weight_fill_products_up():
+    q, keys = normal(3, 4, 16), normal(3, 13, 16)
+    wanted = torch.softmax(torch.einsum("thd,tkd->thk", q, keys) / 4, dim=-1) @ keys
+    for way in torch_ops.attention(q, keys):
+        torch.testing.assert_close(way.call(), wanted)
+
+
+def test_draft_attention_has_the_keys_of_window_and_block(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch_ops, "attention", lambda q, keys: asked.append((q.shape, keys.shape)) or [None])
+    torch_ops.torchs_own("draft_attention", {"anchor": zeros(3), "q": normal(15, 4, 32), "window_tokens": 128, "draft_block": 5})
+    assert asked == [((3, 20, 32), (3, 133, 32))]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -9,8 +9,9 @@ three are a draft block's. Rows are fp8_32 codes. Each time is the median of rep
 that exceed the last-level cache (up to 16 experts: some sets in turn). TB/s counts the bytes of codes and scales of the experts
 that have rows. Before a shape is timed, every kind of row it has is checked against float64 products at the card's tolerance.
 Ceilings are an addition over 4 GiB and a BF16 product of 8192^3, and a point's floor is the longer of its weights' bytes at the
-one and its products at the other. torch's own op, beside every point, is `torch._grouped_mm` with BF16 weights, four times the
-bytes; it comes last, since it heats the chip. The report is stored after every point.
+one and its products at the other. torch's own ops, beside every point, are `torch._grouped_mm` with BF16 weights, four times the
+bytes, and `torch._scaled_grouped_mm` with e4m3 weights and rows that have one scale a row, twice the bytes and other numbers;
+they come last, since they heat the chip. The report is stored after every point.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from deepinfer_cuda import native, native_library, weights  # noqa: E402
 from deepinfer_hal.card import get_card, sum_tolerance  # noqa: E402
 from deepinfer_hal.errors import BackendUnavailable  # noqa: E402
 from deepinfer_hal.formats import dequantise  # noqa: E402
-from graph_timing import microseconds_of_a_call  # noqa: E402
+from graph_timing import microseconds_of_a_call, require_gpu  # noqa: E402
 from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
 
@@ -108,33 +109,38 @@ def measured(
     }  # fmt: skip
 
 
-def torchs_own(matrix: torch.Tensor, counts: list[int], gen: torch.Generator, samples: int) -> float | None:
-    """Microseconds of torch's grouped product of BF16 rows with BF16 weights [experts, N, K]; None where this torch has none that
-    runs here."""
-    if not hasattr(torch, "_grouped_mm"):
-        return None
-    x = torch.randn((sum(counts), matrix.shape[2]), dtype=torch.bfloat16, device="cuda", generator=gen)
-    ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
-
-    def call() -> torch.Tensor:
-        return torch._grouped_mm(x, matrix.transpose(1, 2), offs=ends)
-
+def torch_us(call: Callable[[], torch.Tensor], flops: float, samples: int) -> float | None:
+    """Microseconds of an operator of torch; None where this torch has none that runs here."""
     try:
-        return microseconds_of_a_call([call] * 2, samples, discarded=2)
-    except RuntimeError as error:
-        print(f"torch._grouped_mm: {error}")
+        return microseconds_of_a_call([call] * (2 if flops > 1e12 else 8), samples, discarded=2)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        print(f"torch: {str(error).splitlines()[0]}")
         return None
 
 
 def beside(found: list[tuple[dict[str, Any], list[int]]], samples: int) -> Iterator[None]:
-    """Adds torch's time to each point, with the rows of its experts; a pause after each."""
-    gen, matrix = torch.Generator("cuda").manual_seed(8), torch.empty(0)
+    """Adds the times of torch's grouped products of the same sizes to each point, with the rows of its experts; a pause after
+    each."""
+    gen, weight, codes = torch.Generator("cuda").manual_seed(8), torch.empty(0), torch.empty(0)
     for point, counts in found:
         shape = (point["experts"], point["N"], point["K"])
-        if matrix.shape != shape:
-            del matrix
-            matrix = torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=gen)
-        point["torch_grouped_mm_us"] = torchs_own(matrix, counts, gen, samples)
+        if weight.shape != shape:
+            del weight, codes
+            weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=gen)
+            codes = weight.to(torch.float8_e4m3fn)
+        x = torch.randn((sum(counts), shape[2]), dtype=torch.bfloat16, device="cuda", generator=gen)
+        x_codes, ends = x.to(torch.float8_e4m3fn), torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+        of_rows, of_features = torch.ones(sum(counts), device="cuda"), torch.ones(shape[:2], device="cuda")
+
+        def product(x: torch.Tensor = x, w: torch.Tensor = weight, ends: torch.Tensor = ends) -> torch.Tensor:
+            return torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
+
+        def scaled(x: Any = x_codes, w: Any = codes, by: Any = (of_rows, of_features), ends: Any = ends) -> torch.Tensor:
+            return torch._scaled_grouped_mm(x, w.transpose(1, 2), *by, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        flops = 2.0 * sum(counts) * shape[1] * shape[2]
+        point["torch_grouped_mm_us"] = torch_us(product, flops, samples)
+        point["torch_scaled_grouped_mm_us"] = torch_us(scaled, flops, samples)
         yield
 
 
@@ -229,12 +235,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--samples", type=int, default=9, help="replays of which the median is taken")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
+    require_gpu()
     for result in measure(options.experts, options.samples):
         if options.report:
             store(options.report, shlex.join(["python", "tools/cuda/bench_grouped_gemm.py", *arguments]), result)
     for point in result["points"]:
-        own = "none" if point["torch_grouped_mm_us"] is None else f"{point['torch_grouped_mm_us']:.1f} us"
-        print("{name:26s} E {experts:3d} {us:9.1f} us, floor {floor_us:9.1f}, torch ".format(**point) + own)
+        own = (point[f"torch_{name}_us"] for name in ("grouped_mm", "scaled_grouped_mm"))
+        line = "{name:26s} E {experts:3d} {us:9.1f} us, floor {floor_us:9.1f}, torch in BF16 and in e4m3 ".format(**point)
+        print(line + ", ".join("none" if us is None else f"{us:.1f}" for us in own))
     if result["zipf_over_uniform"]:
         print("Zipf routing over uniform at equal bytes, 256 rows: {zipf_over_uniform:.2f}, bar 1.15".format(**result))
     print("copy {copy_tb_per_s:.2f} TB/s, BF16 {bf16_tflop_per_s:.0f} TFLOP/s".format(**result))

@@ -6,9 +6,9 @@
 Each time is the median of replays of a CUDA graph that rotates over sets of buffers larger than the last-level cache together,
 filled with random codes, scales, queries and weights. What is timed is checked first: scores of sampled rows against the card's
 float64 reference, selections exactly against the card's reference on the same scores. The ceilings are measured in the same
-run. FLOPs count two for each head, width and visible key of a row; bytes count each request's keys once. `torch` is what torch
-has: for a selection torch.topk followed by a sort of the indices, on the same scores; for scores products in BF16 over keys that
-were decoded beforehand, with an operator for each step. The report is stored after every case.
+run. FLOPs count two for each head, width and visible key of a row; bytes count each request's keys once. `torch`, after all else,
+is what torch has: for a selection torch.topk followed by a sort of the indices, on such scores; for scores products in BF16 over
+keys that were decoded beforehand (torch_ops.py), whose bytes these are. The report is stored after every case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.kernel import CallSpec, Kernel, Yes  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
-from graph_timing import microseconds  # noqa: E402
+from graph_timing import microseconds, require_gpu  # noqa: E402
 from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
 from torch_ops import index_scores  # noqa: E402
@@ -127,7 +127,6 @@ def score_cases(score: Callable[..., None], topk: Callable[..., None], contexts:
         "100 us, stretch 85",
         lambda: check_scores(score, calls[0], [0, contexts - 1]),
     )
-    yield torchs_scores(what, contexts, contexts, keys)
     for a in calls:
         score(*a.values())
     yield from selection_cases(topk, [a["scores"] for a in calls], contexts, keys)
@@ -142,16 +141,8 @@ def score_cases(score: Callable[..., None], topk: Callable[..., None], contexts:
     yield from shared_key_cases(score, stores, contexts, keys)
 
 
-def torchs_scores(what: str, rows: int, requests: int, keys: int) -> Measured:
-    """torch's scores of random queries over decoded keys, of one request each or of one for all."""
-    q = torch.randn(rows, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    weights = torch.randn(rows, HEADS, device="cuda", dtype=torch.bfloat16)
-    decoded = torch.randn(requests, keys, WIDTH, device="cuda", dtype=torch.bfloat16)
-    return Measured(f"torch: scores, {what}", [index_scores(q, weights, decoded).call], flops=rows * keys * ROW_FLOPS)
-
-
 def selection_cases(topk: Callable[..., None], scored: list[torch.Tensor], contexts: int, keys: int) -> Iterator[Measured]:
-    """The best 512 of rows of scores, of ties, and torch's own."""
+    """The best 512 of rows of scores, and of ties."""
     what, nbytes = f"{contexts} rows x {keys}", 4 * contexts * keys
     sets = {
         "": scored + [40 * torch.randn(contexts, keys, device="cuda") for _ in range(4)],
@@ -169,7 +160,6 @@ def selection_cases(topk: Callable[..., None], scored: list[torch.Tensor], conte
             "35 us",
             lambda a=some[0]: check_selection("select_topk", topk, a),
         )
-    yield Measured(f"torch: top {TOP}, {what}", [lambda s=s: torch.topk(s, TOP).indices.sort() for s in sets[""]], nbytes)
 
 
 def shared_key_cases(score: Callable[..., None], stores: list[Any], contexts: int, keys: int) -> Iterator[Measured]:
@@ -212,7 +202,6 @@ def prefill_cases(score: Callable[..., None], topk: Callable[..., None], rows: i
             bar,
             lambda a=args: check_scores(score, a, [0, rows - 1]),
         )
-    yield torchs_scores(f"prefill, {rows} rows x {keys}", rows, 1, keys)
     score(*args.values())
     selected = (args["scores"], None, POOL_BLOCK, None, torch.empty(rows, TOP, dtype=torch.int32, device="cuda"))
     yield Measured(
@@ -260,8 +249,24 @@ def pool_cases(pool: Callable[..., None], keys: int) -> Iterator[Measured]:
             4 * rows * keys,
             check=lambda a=some[0]: check_selection("select_candidate_blocks", pool, a),
         )
-        theirs = [lambda s=s: s.view(s.shape[0], -1, POOL_BLOCK).amax(-1).topk(POOL).indices.sort() for s in scores]
-        yield Measured(f"torch: pool of {POOL} blocks, {rows} rows x {keys}", theirs, 4 * rows * keys)
+
+
+def torch_cases(contexts: int, rows: int, keys: int, pool_keys: int) -> Iterator[Measured]:
+    """What torch has, on random values: scores of decode rows of their own requests and of a prompt's rows, selections, pools."""
+    for what, queries, requests in ((f"{contexts} rows", contexts, contexts), (f"prefill, {rows} rows", rows, 1)):
+        q = torch.randn(queries, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+        weights = torch.randn(queries, HEADS, device="cuda", dtype=torch.bfloat16)
+        decoded = torch.randn(requests, keys, WIDTH, device="cuda", dtype=torch.bfloat16)
+        call, flops = index_scores(q, weights, decoded).call, queries * keys * ROW_FLOPS
+        yield Measured(f"torch: scores, {what} x {keys}", [call], decoded.nbytes, flops)
+        del q, weights, decoded, call
+    scores = [torch.randn(contexts, keys, device="cuda") for _ in range(6)]
+    best = [lambda s=s: s.topk(TOP, sorted=False).indices.sort() for s in scores]
+    yield Measured(f"torch: top {TOP}, {contexts} rows x {keys}", best, scores[0].nbytes)
+    for some in (1, 8, 64):
+        scores = [torch.randn(some, pool_keys, device="cuda") for _ in range(max(2, 32 // some))]
+        best = [lambda s=s: s.view(s.shape[0], -1, POOL_BLOCK).amax(-1).topk(POOL, sorted=False).indices.sort() for s in scores]
+        yield Measured(f"torch: pool of {POOL} blocks, {some} rows x {pool_keys}", best, scores[0].nbytes)
 
 
 def ceilings(samples: int) -> dict[str, float]:
@@ -295,6 +300,7 @@ def measure(kernels: dict[str, Kernel], samples: int) -> Iterator[dict[str, Any]
         prefill_cases(score, topk, 4096, 65536),
         prompt_cases(score, topk, 2048, 4096),
         pool_cases(pool, 1 << 20),
+        torch_cases(64, 4096, 65536, 1 << 20),
     )
     for source in sources:
         for case in source:
@@ -317,6 +323,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--provider", help="kernels of this provider alone")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
+    require_gpu()
     for result in measure(offered(options.provider), options.samples):
         if options.report:
             store(options.report, shlex.join(["python", "tools/cuda/bench_index.py", *arguments]), result)

@@ -32,7 +32,7 @@ from deepinfer_hal.c_abi import CLibrary  # noqa: E402
 from deepinfer_hal.card import all_cards, sum_tolerance  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, WeightHandle  # noqa: E402
 from gpu_state import state_while  # noqa: E402
-from graph_timing import microseconds_of_a_call  # noqa: E402
+from graph_timing import microseconds_of_a_call, require_gpu  # noqa: E402
 from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
 
@@ -59,7 +59,6 @@ DENSE_SHAPES = {
 }
 """BF16 rows and weights, float32 results."""
 
-OPS = ("linear", "grouped_linear")
 ALL_SHAPES = {**SHAPES, **LAYER_SHAPES, **DENSE_SHAPES}
 LEAST_START_US, LEAST_TB_PER_S = 2.0, 4.2
 """What a call takes at least: a launch, and its bytes from memory."""
@@ -163,7 +162,7 @@ class Problem:
         """torch's product with one scale a tensor; beside a grouped shape, one product of its weight bytes and FLOPs."""
         if self.dense:
             pairs = [(x[0], w.canonical().values.t()) for x, w in zip(self.rows_of, self.weights, strict=True)]
-            return [lambda pair=pair: torch.mm(*pair) for pair in pairs]
+            return [lambda pair=pair: torch.mm(*pair, out_dtype=torch.float32) for pair in pairs]
         one = torch.ones((), device="cuda")
         made = []
         for (x, _), w in zip(self.rows_of, self.weights, strict=True):
@@ -231,12 +230,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further size is begun")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require_gpu()
     room = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     library = CLibrary(
         args.library.resolve(), lambda: torch.cuda.current_stream().cuda_stream, workspace=(room.data_ptr(), room.numel())
     )
     sizes, told = [(shape, rows) for rows in args.rows for shape in args.shapes], 0
-    made_of = provenance({op: f"di_{op}" for op in OPS}, args.library.resolve())
+    ops = {"grouped_linear" if ALL_SHAPES[shape][0] else "linear" for shape in args.shapes}
+    made_of = provenance({op: f"di_{op}" for op in ops}, args.library.resolve())
     for result in measured(library, sizes, not args.no_torch, args.seconds):
         for row in result["rows"][told:]:
             print(shown(row), flush=True)

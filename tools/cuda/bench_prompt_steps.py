@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from deepinfer_hal.conformance.host import describe_host, describe_suite
+from deepinfer_hal.errors import BackendUnavailable
 from deepinfer_hal.registry import open_backend
 
 from deepinfer.bench.op_times import time_run
@@ -152,7 +153,10 @@ def main() -> int:
     parser.add_argument("--model", help="folder or name of another model's config.json")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    backend, index = open_backend(arguments.backend)
+    try:
+        backend, index = open_backend(arguments.backend)
+    except BackendUnavailable as error:
+        parser.exit(1, f"error: {error}\n")
     config = ModelConfig.from_dict(released_config())
     if arguments.model:
         from deepinfer.model_path import resolve_model

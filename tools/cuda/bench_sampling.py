@@ -7,8 +7,8 @@ Logits are a broad floor under 300 likely tokens a row, as a model's are; "flat"
 of which thousands survive top-p. One CUDA graph holds a call on each of several buffers, together larger than the last-level
 cache. Outputs are checked against the cards' float64 references before anything is timed. floor_us is the larger of what a
 launch costs inside a graph and the card's bytes over the copy rate, both measured in the same run; torch_us is what torch has of
-an op (torch_ops.py), over the same buffers. With --seconds, calls that have not begun by then are left out, and named. The report
-is stored after every call.
+an op (torch_ops.py), over such buffers, after all kernels, since it heats the chip. With --seconds, calls that have not begun by
+then are left out, and named. The report is stored after every call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench_layer_small import Offered, ceilings, check, kernel_of, offered  # no
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.row_layout import block_bytes  # noqa: E402
 from deepinfer_hal.weights import CanonicalWeight, prepare_canonical  # noqa: E402
-from graph_timing import microseconds  # noqa: E402
+from graph_timing import microseconds, require_gpu  # noqa: E402
 from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
 from torch_ops import beside, torch_row, torchs_own  # noqa: E402
@@ -147,6 +147,12 @@ def calls(rows: int, seed: int, only: str) -> Iterator[Call]:
     return (call for call in made if call[0].startswith(only))
 
 
+def rotated(args: tuple[Any, ...], nbytes: int) -> list[tuple[Any, ...]]:
+    """The arguments and copies of them, of a call that moves so many bytes."""
+    copies = range(min(MOST_BUFFERS, CACHE_BYTES // max(nbytes, 1)))
+    return [args] + [tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in args) for _ in copies]
+
+
 def measure(rows: int, samples: int, only: str, seconds: float, kernels: Offered) -> Iterator[dict[str, Any]]:
     """The result so far, as plain values, after each call."""
     launch_us, rate = ceilings(samples)
@@ -160,10 +166,7 @@ def measure(rows: int, samples: int, only: str, seconds: float, kernels: Offered
         problem = check(name, op, kernel.fn, args)
         result["wrong"] += [problem] if problem else []
         nbytes = get_card(op).cost(get_card(op).bind_args(args, {})).bytes
-        buffers = [args] + [
-            tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in args)
-            for _ in range(min(MOST_BUFFERS, CACHE_BYTES // max(nbytes, 1)))
-        ]
+        buffers = rotated(args, nbytes)
 
         def run(fn: Any = kernel.fn, buffers: Any = buffers) -> None:
             for one in buffers:
@@ -171,10 +174,15 @@ def measure(rows: int, samples: int, only: str, seconds: float, kernels: Offered
 
         spent = microseconds(run, samples) / len(buffers)
         floor = max(launch_us, nbytes / rate * 1e6)
-        theirs = torch_row((torchs_own(op, get_card(op).bind_args(one, {})) for one in buffers), samples)
         del buffers, run
-        row = {"name": name, "op": op, "symbol": kernel.symbol, "bytes": nbytes, "us": spent, "floor_us": floor, **theirs}
-        result["ops"].append(row)
+        result["ops"].append({"name": name, "op": op, "symbol": kernel.symbol, "bytes": nbytes, "us": spent, "floor_us": floor})
+        yield result
+    for name, op, args in calls(rows, 0, only):
+        row = next((row for row in result["ops"] if row["name"] == name), None)
+        if row is None or time.monotonic() - START > seconds:
+            result["left_out"].append(f"torch beside {name}")
+            continue
+        row |= torch_row([torchs_own(op, get_card(op).bind_args(one, {})) for one in rotated(args, row["bytes"])], samples)
         yield result
 
 
@@ -187,12 +195,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--provider", help="kernels of this provider alone")
     parser.add_argument("--report", type=Path, help="where to store the JSON")
     options = parser.parse_args(arguments)
-    command, result = shlex.join(["python", "tools/cuda/bench_sampling.py", *arguments]), {}
+    require_gpu()
+    command, result, shown = shlex.join(["python", "tools/cuda/bench_sampling.py", *arguments]), {}, 0
     for result in measure(options.rows, options.samples, options.only, options.seconds, offered(options.provider, {})):
-        row = result["ops"][-1]
-        print("{name:40s} {us:8.2f} us, floor {floor_us:7.2f}  {symbol}".format(**row) + beside(row), flush=True)
+        if len(result["ops"]) > shown:
+            shown = len(result["ops"])
+            print("{name:40s} {us:8.2f} us, floor {floor_us:7.2f}  {symbol}".format(**result["ops"][-1]), flush=True)
         if options.report:
             store(options.report, command, result)
+    for row in result.get("ops", ()):
+        print(f"{row['name']:40s} {row['us']:8.2f} us{beside(row)}")
     if not result:
         parser.error(f"no call's name begins with {options.only!r}")
     if options.report:

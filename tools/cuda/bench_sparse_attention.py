@@ -42,7 +42,7 @@ from deepinfer_hal import row_layout  # noqa: E402
 from deepinfer_hal.card import get_card  # noqa: E402
 from deepinfer_hal.ops._common import float64_reference  # noqa: E402
 from gpu_state import state_while  # noqa: E402
-from graph_timing import microseconds_in_turn, microseconds_of_a_call  # noqa: E402
+from graph_timing import microseconds_in_turn, microseconds_of_a_call, require_gpu  # noqa: E402
 from provenance import provenance  # noqa: E402
 from report import store  # noqa: E402
 from torch_ops import attention, torch_row  # noqa: E402
@@ -212,13 +212,14 @@ def measure_flat(kernel: Call, k: int, window_tokens: int, load_kv: Call, replay
     return found | dict(with_load_kv_us=round(whole, 1), load_kv_share=round(whole / us - 1, 3), load_kv_us=round(load_us, 1))
 
 
-def torchs_own(queries: int, keys: int, replays: int) -> dict[str, Any]:
+def torch_attention(queries: int, keys: int, replays: int) -> dict[str, Any]:
     """What torch takes for so many keys of each query: the better of its ways, and which."""
     q = torch.randn(queries, HEADS, D, device="cuda", dtype=torch.bfloat16)
-    problems = max(1, CACHE_BYTES // (queries * keys * D * 2))
+    problems = -(-CACHE_BYTES // (queries * keys * D * 2))
     gathered = [torch.randn(queries, keys, D, device="cuda", dtype=torch.bfloat16) for _ in range(problems)]
     ways = zip(*(attention(q, one) for one in gathered), strict=True)
-    return min((torch_row(way, replays) for way in ways), key=lambda row: row["torch_us"])
+    best = min((torch_row(way, replays) for way in ways), key=lambda row: row["torch_us"])
+    return best | dict(torch_us=round(best["torch_us"], 1))
 
 
 def ceilings(device: str) -> dict[str, float]:
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--report", type=Path, help="JSON file to store")
     options = parser.parse_args()
+    require_gpu()
     (symbol, kernel), (load_symbol, load_kv) = find_kernel(options.provider), find_kernel("triton", "load_kv")
     measured, sizes = ceilings("cuda"), {}
     asked: dict[tuple[int, int], list[str]] = {}
@@ -278,7 +280,7 @@ def main() -> None:
         name = f"flat prefill, {QUERIES} queries, {k} of {PREFILL_CONTEXT} rows and a window of {window_tokens}"
         keep(name, measure_flat(kernel, k, window_tokens, load_kv, options.replays), QUERIES, k + window_tokens)
     for (queries, keys), names in asked.items():
-        theirs = torchs_own(queries, keys, options.replays)
+        theirs = torch_attention(queries, keys, options.replays)
         print(f"{queries} queries of {keys} keys: {theirs}", flush=True)
         for name in names:
             sizes[name] |= theirs

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 
 
+def require_gpu() -> None:
+    """SystemExit where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"error: this times kernels on a GPU, and torch {torch.__version__} sees none")
+
+
 def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """`run` as a graph, after two runs that compile."""
     stream = torch.cuda.Stream()
