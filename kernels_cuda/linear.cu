@@ -1,7 +1,7 @@
 // di_linear and di_grouped_linear: fp8_32 activations times FP8 weights of 32 x 32 blocks, or BF16 times BF16 (linear_tile.cuh says
-// how; up to 128 rows of codes linear_few.cuh, BF16 weights of few features linear_narrow.cuh). The workspace holds activation codes
-// as BF16, 2 K bytes a row where there are more than 128, BF16 rows that the copy engine cannot read, and the sums of slices of K;
-// what does not fit goes in parts.
+// how; few rows of codes linear_few.cuh, up to 256 where that is faster; BF16 weights of few features linear_narrow.cuh). The
+// workspace holds activation codes as BF16, 2 K bytes a row, where linear_few.cuh does not take them, BF16 rows that the copy engine
+// cannot read, and the sums of slices of K; what does not fit goes in parts.
 #include <algorithm>
 
 #include "di_launch.cuh"
@@ -217,6 +217,8 @@ int choose(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t 
   if (p.rows > 16 && p.rows <= 32 && choose_few<32>(p, map, room, stream, e, &status)) return status;
   if (p.rows > 32 && p.rows <= 64 && choose_few<64>(p, map, room, stream, e, &status)) return status;
   if (p.rows > 64 && p.rows <= 128 && choose_few<128>(p, map, room, stream, e, &status)) return status;
+  if (p.rows > 128 && p.rows <= 192 && choose_few<192>(p, map, room, stream, e, &status)) return status;
+  if (p.rows > 192 && p.rows <= 256 && choose_few<256>(p, map, room, stream, e, &status)) return status;
   if (p.slices > 1) return choose_slices(p, map, room, stream, e);
   if (p.rows <= 128) return start<Rows128>(p, map, room, stream, e);
   return cost<Rows160>(p) < cost<Rows256>(p) ? start<Rows160>(p, map, room, stream, e) : start<Rows256>(p, map, room, stream, e);

@@ -1,4 +1,4 @@
-// Up to 128 activation rows: y = x W^T from fp8_32 codes in one kernel, sums and their order as in linear_tile.cuh.
+// Up to 256 activation rows: y = x W^T from fp8_32 codes in one kernel, sums and their order as in linear_tile.cuh.
 //
 // A block has one tile, 64 or 128 weight rows a warpgroup, and one slice of K. Codes of weights and rows are copied to shared memory; a
 // warpgroup expands its weights in registers and multiplies, and a few warps expand the rows to sub-tiles in shared memory, steps
@@ -12,6 +12,7 @@
 #include "linear_few_meet.cuh"
 #include "linear_few_near.cuh"
 #include "linear_few_pairs.cuh"
+#include "linear_few_passes.cuh"
 #include "linear_few_products.cuh"
 #include "linear_few_wide.cuh"
 
@@ -27,9 +28,11 @@ __device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Pr
   float undo = 1.0f;
   if (top[0] != 0) {
     undo = half_undo(top[0]);
-    consumer.template multiply<true>(sums, half_exponents(words[0], top[0]));
+    if constexpr (C::kPasses == 2) multiply_passes<C, true>(consumer, sums, half_exponents(words[0], top[0]));
+    else consumer.template multiply<true>(sums, half_exponents(words[0], top[0]));
   } else {
-    consumer.template multiply<false>(sums, words[0]);
+    if constexpr (C::kPasses == 2) multiply_passes<C, false>(consumer, sums, words[0]);
+    else consumer.template multiply<false>(sums, words[0]);
   }
   const Problem& q = shared.call().problem;
   const FewPlan& late = shared.call().plan;
@@ -42,7 +45,9 @@ __device__ __forceinline__ void consume_few(const FewShared<C>& shared, const Pr
     store_near<C>(shared, q, late, w, id, valid);
   } else {
     consumer.undo_factors(sums, undo);
-    if constexpr (C::kSlices == kJoined) meet_joined<C>(shared, q, late, w, id, valid, sums);
+    if constexpr (C::kSlices == kJoined && C::kPasses == 2) meet_joined_passes<C>(shared, q, late, w, id, valid, sums);
+    else if constexpr (C::kSlices == kPaired && C::kPasses == 2) meet_paired_passes<C>(shared, q, w, id, valid, sums);
+    else if constexpr (C::kSlices == kJoined) meet_joined<C>(shared, q, late, w, id, valid, sums);
     else if constexpr (C::kSlices == kPaired) meet_paired<C>(shared, q, w, id, valid, sums);
     else if constexpr (C::kSlices == kNear) meet_near<C>(shared, q, late, w, id, valid, sums);
     else store_whole<C>(shared, q, w, id, valid, sums);
@@ -65,7 +70,9 @@ __device__ __forceinline__ void work_few(const FewShared<C>& shared, const Probl
     top[m] = half_window(id % 32 < w.steps ? words : first, kLeastWeightScale, kMostWeightScale);
     fits = fits && top[m] != 0;
   }
-  const bool half = keep_few_scales<C>(shared, w, asked, id / 32, fits);
+  bool half;
+  if constexpr (C::kPasses == 2) half = keep_many_scales<C>(shared, w, asked, id, fits);
+  else half = keep_few_scales<C>(shared, w, asked, id / 32, fits);
 #pragma unroll
   for (int m = 0; m < C::M; ++m) top[m] = half ? top[m] : 0;
   if (C::kScalesAlone && id == 0) mbarrier_arrive(shared.scales_known());
@@ -81,6 +88,7 @@ __device__ __forceinline__ void work_few(const FewShared<C>& shared, const Probl
       expand_steps<C, false>(shared, w, id - C::kConsumers);
     }
     __syncwarp();
+    if (C::kInPlace) named_barrier_arrive(kRowsExpanded, C::kConsumers + C::kExpanders);
     if (C::kClusters) cluster_wait();
   }
 }

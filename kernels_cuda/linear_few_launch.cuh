@@ -39,20 +39,31 @@ int launch_few(Problem p, const CUtensorMap& map, const CUtensorMap& row_map, cu
   return finish(e, "linear");
 }
 
-// Up to T rows; false where these kernels do not serve them.
+// Whether more than 128 rows go faster by two passes than expanded beforehand. That saves the expansion and, of more than two
+// slices, the kernel that adds them. Up to 192 rows a step takes hardly longer for it. One of 256 rows takes 1.7 us for 1.3, as
+// shared memory is busier than the matrix unit: so a block's steps must be few, or those that are expanded (of all groups and
+// slices) many for each of them.
+inline bool passes_pay(const Problem& p) {
+  if (p.slices == 1 || p.rows <= 192) return p.slices > 1;
+  return (p.slices > 2 && ceil_div(p.chunks(), p.slices) <= 6) || p.groups * p.slices >= 16;
+}
+
+// Up to T rows. False where these kernels do not serve them, or not faster than others do.
 template <int T>
 bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStream_t stream, di_error* e, int* status) {
   const bool one_group = p.groups == 1 || p.k % kChunk == 0;  // a step of rows has the columns of one group
   const int64_t tiles = static_cast<int64_t>(p.groups) * p.feature_tiles();
   const bool fits = ceil_div(p.chunks(), p.slices) <= kMostRawSteps && p.feature_tiles() <= kMostGridRows && p.groups <= kMostGridRows;
-  if (!p.x_aligned || !one_group || !fits) return false;
+  if (!p.x_aligned || !one_group || !fits || (T > 128 && !passes_pay(p))) return false;
   const int64_t columns = static_cast<int64_t>(p.groups) * p.k;
   CUtensorMap row_map;
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  if (!matrix_map(&row_map, bytes, p.x, p.rows, columns, p.x_stride, T, kChunk, CU_TENSOR_MAP_SWIZZLE_128B))
+  if (!matrix_map(&row_map, bytes, p.x, p.rows, columns, p.x_stride, T > 128 ? T / 2 : T, kChunk, CU_TENSOR_MAP_SWIZZLE_128B))
     return false;
-  using Whole = FewConfig<T, T == 128 ? 2 : 4, kOne, T == 128 ? 2 : 1>;  // four warpgroups have no registers for 128 rows
-  if (p.slices == 1) return *status = launch_few<Whole>(p, map, row_map, stream, e), true;
+  if constexpr (T <= 128) {
+    using Whole = FewConfig<T, T == 128 ? 2 : 4, kOne, T == 128 ? 2 : 1>;  // four warpgroups have no registers for 128 rows
+    if (p.slices == 1) return *status = launch_few<Whole>(p, map, row_map, stream, e), true;
+  }
   using Joined = FewConfig<T, 2, kJoined>;
   if (tiles <= resident_clusters<few_kernel<Joined>>(p.slices, Joined::kThreads, Joined::kShared))
     return *status = launch_few<Joined>(p, map, row_map, stream, e), true;
@@ -61,9 +72,12 @@ bool choose_few(const Problem& p, const CUtensorMap& map, int64_t room, cudaStre
   if (p.slices == 3 && p.groups == 1 && tiles % 2 == 0 &&
       tiles / 2 * 3 <= resident_clusters<few_kernel<Paired>>(2, Paired::kThreads, Paired::kShared))
     return *status = launch_few<Paired>(p, map, row_map, stream, e), true;
-  if (p.slices <= kMostNearSlices && tiles * p.slices <= multiprocessors())
-    return *status = launch_few<FewConfig<T, 2, kNear>>(p, map, row_map, stream, e), true;
-  return *status = launch_few<FewConfig<T, 2, kApart>>(p, map, row_map, stream, e), true;
+  if constexpr (T <= 192) {  // rows of 256 took as long as before
+    if (p.slices <= kMostNearSlices && tiles * p.slices <= multiprocessors())
+      return *status = launch_few<FewConfig<T, 2, kNear>>(p, map, row_map, stream, e), true;
+  }
+  if constexpr (T <= 128) return *status = launch_few<FewConfig<T, 2, kApart>>(p, map, row_map, stream, e), true;
+  return false;
 }
 
 }  // namespace di::linear

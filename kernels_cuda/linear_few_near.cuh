@@ -1,5 +1,5 @@
-// How the slices of a tile of 64 or 128 rows of linear_few.cuh meet where its blocks are no cluster: each leaves rows of its sums in the
-// workspace, behind a flag. Word by word, as fewer rows do it (linear_few_mail.cuh), they took longer.
+// How the slices of a tile of 64 rows and more of linear_few.cuh meet where its blocks are no cluster: each leaves rows of its sums
+// in the workspace, behind a flag. Word by word, as fewer rows do it (linear_few_mail.cuh), they took longer.
 #pragma once
 
 #include "linear_few_mail.cuh"

@@ -44,13 +44,13 @@ struct FewConsumer {
       }
   }
   template <bool half>
-  __device__ __forceinline__ void issue(float (&sums)[C::T / 2], uint32_t (&fragment)[4][4], uint32_t row_tile,
+  __device__ __forceinline__ void issue(float (&sums)[C::kPassRows / 2], uint32_t (&fragment)[4][4], uint32_t row_tile,
                                         bool first) const {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if constexpr (half) Wgmma<C::T>::f16_rs(sums, fragment[i], descriptor128_of(row_tile + i * 2), !first || i > 0);
-      else Wgmma<C::T>::bf16_rs(sums, fragment[i], descriptor128_of(row_tile + i * 2), !first || i > 0);
+      if constexpr (half) Wgmma<C::kPassRows>::f16_rs(sums, fragment[i], descriptor128_of(row_tile + i * 2), !first || i > 0);
+      else Wgmma<C::kPassRows>::bf16_rs(sums, fragment[i], descriptor128_of(row_tile + i * 2), !first || i > 0);
     wgmma_commit();
   }
 

@@ -127,6 +127,38 @@ __device__ __forceinline__ bool keep_few_scales(const FewShared<C>& shared, cons
   return agree<C>(fit);
 }
 
+// The same where there are many rows: a thread looks at all scales of a row once they are in shared memory, since each reduction
+// over a warp's lanes takes as long as eight of its other instructions.
+template <typename C>
+__device__ __forceinline__ bool keep_many_scales(const FewShared<C>& shared, const FewWork& w, const FewScales<C>& asked, int id,
+                                                 bool weights_fit) {
+  static_assert(C::T <= C::kConsumers + C::kExpanders);
+#pragma unroll
+  for (int i = 0; i < FewScales<C>::kItems; ++i) {
+    const int row = id / 32 + i * FewScales<C>::kWarps;
+    if (row < C::T) shared.scales()[row * kScalePitch + id % 32] = row < asked.valid ? asked.rows[i] : 0x7F7F7F7Fu;
+  }
+  __syncwarp();
+  named_barrier_sync(2, C::kConsumers + C::kExpanders);
+  uint32_t* row = shared.scales() + id * kScalePitch;
+  bool fit = weights_fit;
+  if (id < C::T) {
+    uint32_t most = kLeastRowScale, least = 0x00FF00FFu;  // of bytes 0 and 1, and of bytes 2 and 3
+#pragma unroll 4
+    for (int step = 0; step < w.steps; ++step) {
+      const uint32_t four = row[step], even = four & 0x00FF00FFu, odd = four >> 8 & 0x00FF00FFu;
+      most = __vimax3_u16x2(most, even, odd), least = __vimin3_u16x2(least, even, odd);
+    }
+    const uint32_t top = max(most & 0xFFFFu, most >> 16);
+    fit = fit && top <= kMostRowScale && min(least & 0xFFFFu, least >> 16) + kHalfWindow >= top;
+    const uint32_t shift = half_exponents(0, top);
+#pragma unroll 4
+    for (int step = 0; step < w.steps; ++step) row[step] += shift;
+    shared.undo()[id] = half_undo(top);
+  }
+  return agree<C>(fit);
+}
+
 // The scales as they are, for BF16; by the warps that expand rows.
 template <typename C>
 __device__ __forceinline__ void keep_plain_scales(const FewShared<C>& shared, const Problem& p, const FewWork& w, int valid,
@@ -167,25 +199,25 @@ __device__ __forceinline__ void expand_row(uint32_t to, uint32_t from, uint32_t 
   }
 }
 
-// Every kStride-th step; kParts warps share one, or fewer of which each has kEach parts.
+// Every kStride-th unit, a pass of a step; kParts warps share one, or fewer of which each has kEach parts.
 template <typename C, bool half>
 __device__ __forceinline__ void expand_steps(const FewShared<C>& shared, const FewWork& w, int thread) {
-  constexpr int kWarps = C::kExpanders / 32, kEach = kWarps < C::kParts ? C::kParts / kWarps : 1, kStride = kWarps * kEach / C::kParts;
+  constexpr int kEach = C::kParts / C::kSharers, kStride = C::kExpanders / 32 / C::kSharers;
   static_assert(C::kRowStages % kStride == 0 && C::kRawStages % kStride == 0);  // a stage has the same warps always
-  const int lane = thread % 32, first = thread / 32 / C::kParts;
+  const int lane = thread % 32, first = thread / 32 / C::kSharers;
   int raw = first, rows = first;
   uint32_t raw_parity = 0, row_parity = 0;
 #pragma unroll 1
-  for (int step = first; step < w.steps; step += kStride) {
+  for (int unit = first; unit < w.steps * C::kPasses; unit += kStride) {
     mbarrier_wait(shared.raw_full(raw), raw_parity);
     mbarrier_wait(shared.rows_empty(rows), row_parity ^ 1);
     const uint32_t from = shared_address(shared.raw(raw)), to = shared_address(shared.rows(rows));
-#pragma unroll
+#pragma unroll(kEach > 2 ? 1 : kEach)
     for (int each = 0; each < kEach; ++each) {
-      const int part = thread / 32 % C::kParts + each * kWarps;
+      const int part = thread / 32 % C::kSharers + each * C::kSharers;
       const int row = C::T == 16 ? lane % 16 : part / 2 * 32 + lane, sub_tile = C::T == 16 ? lane / 16 : part % 2;
-      const uint32_t four = shared.scales()[row * kScalePitch + step];
-      expand_row<half>(to + sub_tile * (C::T * 128), from, four, row, sub_tile);
+      const uint32_t four = shared.scales()[(unit % C::kPasses * C::kPassRows + row) * kScalePitch + unit / C::kPasses];
+      expand_row<half>(to + sub_tile * (C::kPassRows * 128), from, four, row, sub_tile);
     }
     fence_proxy_async();
     __syncwarp();

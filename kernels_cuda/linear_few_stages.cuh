@@ -18,14 +18,15 @@ struct FewPlan {
 // Sums leave in units of eight rows by 64 columns (linear_few_units.cuh); as rows they lie at a pitch in words.
 constexpr int kUnitBytes = 2048, kHalfPitch = 68;
 
-// The most units that a block of two warpgroups gets from others, of `units` a warpgroup.
-constexpr int most_received(int units) {
+// The most units that a block of two warpgroups gets from others, of `units` a warpgroup; own: with its own.
+constexpr int most_received(int units, bool own) {
   int most = 0;
   for (int slices = 2; slices <= kMostSlices; ++slices)
     for (int i = 0; i < slices; ++i) {
       const int other = slices - 1 - i, even = units * (i + 1) / slices - units * i / slices;
       const int odd = units * (other + 1) / slices - units * other / slices;
-      if ((slices - 1) * (even + odd) > most) most = (slices - 1) * (even + odd);
+      const int all = (own ? slices : slices - 1) * (even + odd);
+      if (all > most) most = all;
     }
   return most;
 }
@@ -36,35 +37,42 @@ struct FewCall {
   FewPlan plan;
 };
 
-// G: warpgroups that multiply, M times 64 weight rows each. Slices meet as in linear_stages.cuh, or kNear
-// (linear_few_mail.cuh, linear_few_near.cuh) or kPaired (linear_few_pairs.cuh).
+// G: warpgroups that multiply, M times 64 weight rows each. More than 128 rows are two passes of half as many in each step, with the
+// same weights (linear_few_passes.cuh). Slices meet as in linear_stages.cuh, or kNear (linear_few_mail.cuh, linear_few_near.cuh) or
+// kPaired (linear_few_pairs.cuh).
 template <int T_, int G_, Slices kSlices_, int M_ = 1>
 struct FewConfig {
   static constexpr int T = T_, G = G_, M = M_, kFeatures = 64 * G * M, kUnits = T / 8;
+  static constexpr int kPasses = T > 128 ? 2 : 1, kPassRows = T / kPasses;
   static constexpr Slices kSlices = kSlices_;
   static constexpr bool kClusters = kSlices == kJoined || kSlices == kPaired;
   static constexpr bool kMail = kSlices == kNear && T < 64;  // slices meet word by word (linear_few_mail.cuh), not by flags
   static constexpr int kMostUnits = kSlices == kOne ? kUnits : (kUnits + 1) / 2;  // that a warpgroup adds
-  static constexpr int kConsumers = 128 * G, kExpanders = kFeatures == 128 && T > 16 ? 256 : 128, kThreads = kConsumers + kExpanders + 128;
+  static constexpr int kConsumers = 128 * G, kExpanders = kFeatures == 128 && T > 16 && kPasses == 1 ? 256 : 128;
+  static constexpr int kThreads = kConsumers + kExpanders + 128;
   static constexpr bool kUneven = T >= 64;  // warpgroups have as many registers as their work needs
-  static constexpr int kConsumerRegisters = M == 2 ? 208 : T == 128 ? 152 : G == 2 ? 128 : 96, kExpanderRegisters = 72, kCopierRegisters = 24;
-  static constexpr int kRowStages = M == 2 ? 2 : T == 128 || (G == 4 && T == 64) ? 3 : 4;
-  static constexpr int kRawStages = T < 64 ? 8 : T == 128 ? 3 : G == 4 ? 5 : 4;
-  static constexpr int kWeightStages = M == 2 ? 3 : G == 4 || T == 128 ? 4 : T < 64 ? 8 : kSlices == kJoined ? 5 : 6;
+  static constexpr int kConsumerRegisters = M * kPasses == 2 ? 208 : T == 128 ? 152 : G == 2 ? 128 : 96;
+  static constexpr int kExpanderRegisters = 72, kCopierRegisters = 24;
+  static constexpr int kRowStages = T == 192 ? 4 : M == 2 ? 2 : T >= 128 || (G == 4 && T == 64) ? 3 : 4;
+  static constexpr int kRawStages = T == 192 ? 4 : T < 64 ? 8 : T >= 128 ? 3 : G == 4 ? 5 : 4;
+  static constexpr int kWeightStages = M * kPasses == 2 ? 3 : G == 4 || T == 128 ? 4 : T < 64 ? 8 : kSlices == kJoined ? 5 : 6;
   static constexpr int kEarlySteps = kFeatures == 256 ? 2 : T >= 64 ? 3 : 4;  // whose weights are copied before the rows are there
   static constexpr bool kScalesAlone = T >= 64 && kFeatures == 128;  // no more weights until the scales are there
-  static constexpr int kRowStage = T * 256, kRawStage = T * kChunk, kWeightStage = kFeatures * kChunk;
-  static constexpr int kParts = T / 16;  // of a step of rows: 32 of a sub-tile each, or 16 of both
-  static constexpr int kSharers = kParts * 32 < kExpanders ? kParts : kExpanders / 32;  // warps that expand them
+  static constexpr int kRowStage = kPassRows * 256, kRawStage = kPassRows * kChunk, kWeightStage = kFeatures * kChunk;
+  static constexpr int kParts = kPassRows / 16;  // of a step of a pass's rows: 32 of a sub-tile each, or 16 of both
+  static constexpr int kSharers = T == 192 ? 2 : kParts * 32 < kExpanders ? kParts : kExpanders / 32;  // warps that expand them
   static constexpr int kPitch = kFeatures + 4;
   static constexpr int kBarriers = 2 * (kRowStages + kRawStages + kWeightStages) + 2 + G;
   static constexpr int kRaw = kRowStages * kRowStage, kWeights = kRaw + kRawStages * kRawStage;
   static constexpr int kStages = kWeights + kWeightStages * kWeightStage;
   // A warpgroup's own sums, and results, in the stages' place.
-  static constexpr int kOwn = kSlices == kOne ? 0 : kMostUnits * kUnitBytes, kResult = kMostUnits * 8 * kHalfPitch * 4;
-  // Other slices' sums of this block's units. Those of 128 rows have no room beside the stages: they come in their place.
-  static constexpr int kReceivedUnits = kSlices == kJoined ? most_received(kUnits) : kSlices == kPaired ? G * kUnits / 2 : 0;
-  static constexpr bool kInPlace = T == 128 && kClusters;
+  static constexpr int kResultUnits = kPasses == 2 ? kUnits / 4 : kMostUnits;  // that leave at a time
+  static constexpr int kOwn = kSlices == kOne || kPasses == 2 ? 0 : kMostUnits * kUnitBytes;
+  static constexpr int kResult = kResultUnits * 8 * kHalfPitch * 4;
+  // Other slices' sums of this block's units. Those of 128 rows and more have no room beside the stages: they come in their place.
+  static constexpr int kReceivedUnits =
+      kSlices == kJoined ? most_received(kUnits, kPasses == 2) : kSlices == kPaired ? G * kUnits / 2 : 0;
+  static constexpr bool kInPlace = T >= 128 && kClusters;
   static constexpr int kReceived = kInPlace ? G * (kOwn + kResult) : kStages;
   static constexpr int kScales = kInPlace ? kStages : kReceived + kReceivedUnits * kUnitBytes;
   static constexpr int kUndo = kScales + T * kScalePitch * 4;
@@ -146,7 +154,7 @@ __device__ __forceinline__ void init_few_barriers(const FewShared<C>& shared) {
   fence_mbarrier_init();
 }
 
-// ---- copies, a thread each
+// ---- copies, a thread each. Rows go by units, a pass of a step each.
 
 template <typename C>
 __device__ __forceinline__ void copy_few_step(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
@@ -183,25 +191,26 @@ __device__ __forceinline__ void copy_few_weights(const FewShared<C>& shared, con
 }
 template <typename C>
 __device__ __forceinline__ void copy_row_step(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
-                                              const FewWork& w, int step, int stage) {
+                                              const FewWork& w, int unit, int stage) {
   mbarrier_arrive_expect(shared.raw_full(stage), C::kRawStage);
-  tensor_copy(shared.raw(stage), map, w.at.group * p.k + (w.start + step) * kChunk, 0, shared.raw_full(stage));
+  tensor_copy(shared.raw(stage), map, w.at.group * p.k + (w.start + unit / C::kPasses) * kChunk, unit % C::kPasses * C::kPassRows,
+              shared.raw_full(stage));
 }
-// The steps that have stages of their own; this thread makes their barriers.
+// The units that have stages of their own; this thread makes their barriers.
 template <typename C>
 __device__ __forceinline__ void copy_first_rows(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
                                                 const FewWork& w) {
 #pragma unroll 1
-  for (int step = 0; step < min(w.steps, C::kRawStages); ++step) copy_row_step<C>(shared, map, p, w, step, step);
+  for (int unit = 0; unit < min(w.steps * C::kPasses, C::kRawStages); ++unit) copy_row_step<C>(shared, map, p, w, unit, unit);
 }
 template <typename C>
 __device__ __forceinline__ void copy_few_rows(const FewShared<C>& shared, const CUtensorMap* map, const Problem& p,
                                               const FewWork& w) {
   Ring<C::kRawStages> ring;
 #pragma unroll 1
-  for (int step = C::kRawStages; step < w.steps; ++step) {
+  for (int unit = C::kRawStages; unit < w.steps * C::kPasses; ++unit) {
     mbarrier_wait(shared.raw_empty(ring.stage), ring.parity);
-    copy_row_step<C>(shared, map, p, w, step, ring.stage);
+    copy_row_step<C>(shared, map, p, w, unit, ring.stage);
     ring.next();
   }
 }

@@ -18,9 +18,14 @@ struct FewShare {
   }
 };
 
-// The blocks of the cluster can be sent to: they run, and have read the stages, where sums take their place.
+constexpr int kRowsExpanded = 8;  // a named barrier
+
+// The blocks of the cluster can be sent to: they run, and have read the stages, where sums take their place. Warps that expand rows
+// have arrived at kRowsExpanded when they were through. rows_full has ordered their stores before all that follows, but racecheck
+// does not follow that, and tells of a race between them and the sums.
 template <typename C>
 __device__ __forceinline__ void wait_for_room() {
+  if (C::kInPlace) named_barrier_sync(kRowsExpanded, C::kConsumers + C::kExpanders);
   cluster_wait();
   if (C::kInPlace) cluster_sync();
 }

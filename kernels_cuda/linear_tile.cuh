@@ -3,7 +3,7 @@
 // The product is made transposed, so that the weights are wgmma's operand in registers: a consumer thread reads the codes of
 // its two weight rows from shared memory, folds in the block's scale and multiplies. Weights are expanded nowhere else and stay
 // in the checkpoint's layout. The activations are wgmma's operand in shared memory, as BF16: linear_rows.cuh expands them
-// to the workspace, tile by tile as wgmma reads them, and one thread copies tiles. Up to 128 rows: linear_few.cuh.
+// to the workspace, tile by tile as wgmma reads them, and one thread copies tiles. Few rows: linear_few.cuh.
 //
 //   A step of 128 K is two sub-tiles of 64. Piece p (16 codes) of a row's 128 bytes belongs to sub-tile p % 2 and there to the
 //   lanes l with l % 4 = p / 2. Word s of a piece holds what those lanes need for the k16 step s: its even bytes and its odd

@@ -121,7 +121,47 @@ def test_thousands_of_rows_give_the_bits_of_few_rows(groups, n, k, rows):
         assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1])
 
 
-@pytest.mark.parametrize(("groups", "n", "k"), [(0, 32768, 1280), (0, 16896, 2048), (0, 5120, 8192), (8, 1024, 4096)])
+@pytest.mark.parametrize(
+    ("groups", "n", "k"),
+    [
+        pytest.param(0, 1280, 5120, id="eight slices"),
+        pytest.param(0, 640, 1792, id="seven slices"),
+        pytest.param(0, 3200, 1280, id="five slices"),
+        pytest.param(0, 4608, 5120, id="three slices"),
+        pytest.param(0, 5120, 768, id="three slices, of which two are a cluster"),
+        pytest.param(0, 5120, 2304, id="the same of six steps each"),
+        pytest.param(0, 5152, 1024, id="three slices that meet in the workspace"),
+        pytest.param(0, 4096, 1280, id="four slices"),
+        pytest.param(8, 1024, 4096, id="two slices of groups"),
+        pytest.param(16, 128, 640, id="two slices of groups, of an odd number of steps"),
+        pytest.param(0, 256, 640, id="two slices of an odd number of steps"),
+        pytest.param(0, 259, 768, id="N fills no tile"),
+    ],
+)
+@pytest.mark.parametrize("rows", [129, 160, 192, 193, 255, 256])
+def test_two_passes_of_rows_give_the_bits_of_one(groups, n, k, rows):
+    problem, everyone = Problem(groups, n, k, True, most=256), torch.arange(rows, device="cuda")
+    wanted = torch.cat([problem.run(some) for some in everyone.split(100)])
+    assert torch.equal(problem.run(everyone), wanted)
+    assert torch.equal(problem.run(everyone, torch.bfloat16), wanted.bfloat16())
+    assert torch.equal(problem.run(everyone, extra=32), wanted), "rows that are apart"
+    for count in (0, 100, 128, 150, rows - 1):
+        counted, kept = problem.run(everyone, count=count), min(count, rows)
+        assert torch.equal(counted[:kept], wanted[:kept]) and bool(counted[kept:].isnan().all()), f"{count} rows count"
+    if n % 32 == 0:
+        codes = torch.empty(rows, problem.columns, dtype=torch.uint8, device="cuda")
+        scales = torch.empty(rows, problem.columns // 32, dtype=torch.uint8, device="cuda")
+        problem.call(problem.x[:rows], problem.x_scale[:rows], problem.weight, None, codes, scales)
+        assert all(torch.equal(got, one) for got, one in zip((codes, scales), quantise(wanted, "fp8_32"), strict=True))
+    problem.x_scale[3, 5] -= 13  # F16 does not hold both scales of row 3
+    wanted = torch.cat([problem.run(some) for some in everyone.split(100)])
+    assert torch.equal(problem.run(everyone), wanted), "by BF16"
+
+
+@pytest.mark.parametrize(
+    ("groups", "n", "k"),
+    [(0, 32768, 1280), (0, 16896, 2048), (0, 5120, 8192), (8, 1024, 4096), (0, 1280, 5120), (0, 4608, 5120), (0, 5120, 2304)],
+)
 @pytest.mark.parametrize("rows", [64, 100, 256])
 def test_hundreds_of_calls_over_the_whole_chip_give_equal_bits(groups, n, k, rows):
     """A stage that is given back while a warp still reads it shows in a call of hundreds, and where memory is busy."""

@@ -42,6 +42,7 @@ FURTHER = {
         "grouped_gemm(M=600,E=4,K=128,N=64,x=u8,w=fp4_row32,out=bf16)",
         "grouped_gemm(M=300,E=48,K=128,N=768,x=u8,w=fp4_row32,out=bf16)",
     ],
+    "grouped_linear": ["grouped_linear(T=200,G=8,K=512,N=128,x=u8,w=fp8_block32,out=bf16)"],  # two slices, two passes
     "linear": [
         "linear(T=64,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",  # two slices, whose blocks are a cluster
         "linear(T=20,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",
@@ -52,7 +53,14 @@ FURTHER = {
         "linear(T=100,K=256,N=288,x=u8,w=fp8_block32,out=bf16)",  # more than 64 rows: one slice, and the same three ways
         "linear(T=100,K=512,N=128,x=u8,w=fp8_block32,out=bf16)",
         "linear(T=100,K=768,N=5152,x=u8,w=fp8_block32,out=bf16)",
-        "linear(T=100,K=768,N=5120,x=u8,w=fp8_block32,out=bf16)",
+        "linear(T=100,K=1536,N=5120,x=u8,w=fp8_block32,out=bf16)",  # sums come where rows were expanded, here and below
+        "linear(T=100,K=3072,N=128,x=u8,w=fp8_block32,out=f32)",
+        "linear(T=150,K=512,N=128,x=u8,w=fp8_block32,out=f32)",  # more than 128 rows: two slices, five, and the same threes
+        "linear(T=150,K=1280,N=128,x=u8,w=fp8_block32,out=f32)",
+        "linear(T=150,K=768,N=5120,x=u8,w=fp8_block32,out=bf16)",
+        "linear(T=150,K=768,N=5152,x=u8,w=fp8_block32,out=bf16)",
+        "linear(T=200,K=1280,N=128,x=u8,w=fp8_block32,out=f32)",
+        "linear(T=200,K=768,N=5120,x=u8,w=fp8_block32,out=bf16)",
         "linear(T=2360,K=512,N=7936,x=u8,w=fp8_block32,out=bf16)",  # parts, of which the next is expanded meanwhile
         "linear(T=33,K=256,N=288,x=u8,w=fp8_block32,out=f32)",  # one slice
         "linear(T=20,K=256,N=288,x=u8,w=fp8_block32,out=f32)",
