@@ -10,6 +10,7 @@ namespace di {
 namespace {
 
 constexpr int kThreads = 512, kIds = 8192, kBatch = 8;
+constexpr int kManyRows = 32;  // whose logits go faster by ban_fours; of fewer, to read takes longer than to write parts of sectors
 
 // What a block counts: by id, and which ids have a count.
 struct Counts {
@@ -82,13 +83,17 @@ __device__ __forceinline__ void add_biases(const Mask& m, const Part& at, int be
   }
 }
 
-// A thread has four ids, and their four bits of a word.
-__device__ __forceinline__ void ban(const Mask& m, const Part& at, float* logits) {
-  const uint32_t* words = m.allowed + at.s * m.allowed_stride + at.first / 32;
+// Which of four ids are banned, as bits.
+__device__ __forceinline__ uint32_t banned_of(const uint32_t* words, int place) {
+  return ~(__ldg(words + place / 32) >> place % 32) & 15u;
+}
+
+// A thread has four ids at a time, and writes single ones where not all four are banned.
+__device__ __forceinline__ void ban(const Part& at, const uint32_t* words, float* logits) {
   const bool fours = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
 #pragma unroll 4
   for (int i = threadIdx.x * 4; i < at.size; i += 4 * kThreads) {
-    const uint32_t banned = ~(__ldg(words + i / 32) >> i % 32) & 15u;
+    const uint32_t banned = banned_of(words, i);
     if (banned == 15u && fours && i + 4 <= at.size) {
       *reinterpret_cast<float4*>(logits + i) = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
       continue;
@@ -97,6 +102,26 @@ __device__ __forceinline__ void ban(const Mask& m, const Part& at, float* logits
     for (int j = 0; j < 4; ++j)
       if ((banned >> j & 1) && i + j < at.size) logits[i + j] = -INFINITY;
   }
+}
+
+// The same of kIds ids that begin at a multiple of 16 bytes. Fours of which some are banned are read and written, so that sectors of
+// memory leave whole. Bits are moved, so that a NaN keeps its own.
+__device__ __forceinline__ void ban_fours(const uint32_t* words, float* logits) {
+  constexpr uint32_t kBanned = 0xFF800000u;  // -infinity
+  constexpr int kFours = kIds / (4 * kThreads);
+  uint32_t banned[kFours];
+  uint4 kept[kFours];  // all are on their way before the first is stored
+#pragma unroll
+  for (int i = 0; i < kFours; ++i) banned[i] = banned_of(words, (threadIdx.x + i * kThreads) * 4);
+  uint4* to = reinterpret_cast<uint4*>(logits) + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kFours; ++i)
+    if (banned[i] != 0u && banned[i] != 15u) kept[i] = to[i * kThreads];
+#pragma unroll
+  for (int i = 0; i < kFours; ++i)
+    if (banned[i] != 0u)
+      to[i * kThreads] = make_uint4(banned[i] & 1u ? kBanned : kept[i].x, banned[i] & 2u ? kBanned : kept[i].y,
+                                    banned[i] & 4u ? kBanned : kept[i].z, banned[i] & 8u ? kBanned : kept[i].w);
 }
 
 __global__ void __launch_bounds__(kThreads) mask_kernel(const Mask m) {
@@ -119,7 +144,10 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(const Mask m) {
     add_biases(m, at, begin, end, logits);
     __syncthreads();
   }
-  if (m.allowed) ban(m, at, logits);
+  if (m.allowed == nullptr) return;
+  const uint32_t* words = m.allowed + at.s * m.allowed_stride + at.first / 32;
+  if (m.rows >= kManyRows && at.size == kIds && reinterpret_cast<uintptr_t>(logits) % 16 == 0) ban_fours(words, logits);
+  else ban(at, words, logits);
 }
 
 }  // namespace
