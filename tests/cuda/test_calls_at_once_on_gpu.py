@@ -59,9 +59,22 @@ class Linear:
 
 SIZES = [
     pytest.param(64, 5120, 8192, id="slices that wait for one another in the workspace"),
-    pytest.param(256, 1280, 5120, id="expanded rows and sums of slices in the workspace"),
+    pytest.param(300, 1280, 5120, id="expanded rows and sums of slices in the workspace"),
     pytest.param(300, 8192, 1280, id="expanded rows in the workspace"),
 ]
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), SIZES)
+def test_these_calls_write_their_workspace(rows, n, k):
+    """Without that the tests below would have no subject."""
+    call, stream = Linear(rows, n, k, 1), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        room, _ = native.library(torch.device("cuda", 0)).workspace._made[stream.cuda_stream]
+        room.fill_(0x5A)
+        call()
+        stream.synchronize()
+    assert int((room != 0x5A).sum()) > rows * n
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), SIZES)
@@ -96,7 +109,7 @@ def test_a_graph_is_replayed_beside_calls_of_the_stream_that_it_was_captured_on(
 
 
 def test_threads_that_call_on_one_stream_do_not_disturb_each_other():
-    calls = [Linear(256, 1280, 5120, seed) for seed in (1, 2)]
+    calls = [Linear(300, 1280, 5120, seed) for seed in (1, 2)]
     stream, wrong = torch.cuda.Stream(), []
 
     def many(call: Linear) -> None:
@@ -115,7 +128,7 @@ def test_threads_that_call_on_one_stream_do_not_disturb_each_other():
 
 
 def test_graphs_of_one_pool_have_one_workspace_between_them():
-    calls, graphs = [Linear(256, 1280, 5120, seed) for seed in range(4)], CudaGraphs(0)
+    calls, graphs = [Linear(300, 1280, 5120, seed) for seed in range(4)], CudaGraphs(0)
     made = [graphs.capture(call) for call in calls]
     assert graphs.pool_bytes < 2 * native.WORKSPACE_BYTES
     for _ in range(20):
@@ -127,7 +140,7 @@ def test_graphs_of_one_pool_have_one_workspace_between_them():
 
 
 def test_a_pool_whose_graphs_are_gone_is_captured_into_again():
-    call, graphs = Linear(256, 1280, 5120, 1), CudaGraphs(0)
+    call, graphs = Linear(300, 1280, 5120, 1), CudaGraphs(0)
     other = Linear(64, 5120, 8192, 2)
 
     def both() -> None:
@@ -147,7 +160,7 @@ def test_a_pool_whose_graphs_are_gone_is_captured_into_again():
 
 
 def test_torchs_own_temporaries_in_a_capture_do_not_meet_the_workspace():
-    call, graphs = Linear(256, 1280, 5120, 1), CudaGraphs(0)
+    call, graphs = Linear(300, 1280, 5120, 1), CudaGraphs(0)
     kept = [torch.zeros(4 << 20, device="cuda") for _ in range(8)]
 
     def step() -> None:
@@ -167,7 +180,7 @@ def test_torchs_own_temporaries_in_a_capture_do_not_meet_the_workspace():
 
 
 def test_after_a_capture_that_failed_calls_and_captures_are_right():
-    call, stream = Linear(256, 1280, 5120, 1), torch.cuda.Stream()
+    call, stream = Linear(300, 1280, 5120, 1), torch.cuda.Stream()
     with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         call()
         raise RuntimeError("a step that fails while it is captured")
@@ -181,7 +194,7 @@ def test_after_a_capture_that_failed_calls_and_captures_are_right():
 
 
 def test_a_step_that_waits_while_it_is_captured_leaves_calls_and_captures_right():
-    call, graphs = Linear(256, 1280, 5120, 1), CudaGraphs(0)
+    call, graphs = Linear(300, 1280, 5120, 1), CudaGraphs(0)
 
     def step() -> None:
         call()
@@ -195,7 +208,7 @@ def test_a_step_that_waits_while_it_is_captured_leaves_calls_and_captures_right(
 
 
 def test_where_no_memory_is_left_for_a_workspace_the_call_says_so_and_a_later_one_is_right():
-    call, stream = Linear(256, 1280, 5120, 1), torch.cuda.Stream()
+    call, stream = Linear(300, 1280, 5120, 1), torch.cuda.Stream()
     native.library(torch.device("cuda", 0)).workspace._made.pop(stream.cuda_stream, None)
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]

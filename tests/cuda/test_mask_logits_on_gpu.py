@@ -6,6 +6,8 @@ import pytest
 import torch
 from deepinfer_cuda import native, native_library
 from deepinfer_hal.card import get_card
+from deepinfer_hal.conformance.cases import parse_case
+from deepinfer_hal.weights import prepare_canonical
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not native_library.LIBRARY.is_file(),
@@ -55,3 +57,15 @@ def test_refused_tokens_are_infinitely_unlikely_and_others_keep_their_bits(rows,
         bias = (offsets, no_ids, no_values)
         call(history, slots, zeros, zeros, ones, 0 * ones, 0 * ones, *bias, words(allowed), got.view(torch.float32)[:, :tokens])
         assert torch.equal(got, wanted), name
+
+
+@pytest.mark.parametrize("rows", [31, 33])
+def test_penalties_and_biases_come_before_the_mask(rows):
+    card, case = get_card("mask_logits"), parse_case(f"mask_logits(S={rows},V=8200,L=300,mode=all)")
+    args = card.generate(case, 5, "cpu", prepare_canonical)
+    given = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in args.items()}
+    wanted = {**given, "logits": given["logits"].clone()}
+    native.library(torch.device("cuda", 0)).bind(card)(*(given[name] for name in card.arg_names))
+    card.reference(*(wanted[name] for name in card.arg_names))
+    assert torch.equal(given["logits"].isinf(), wanted["logits"].isinf()) and bool(given["logits"].isinf().any())
+    torch.testing.assert_close(given["logits"], wanted["logits"])

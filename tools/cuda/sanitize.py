@@ -61,6 +61,8 @@ FURTHER = {
         "linear(T=150,K=768,N=5152,x=u8,w=fp8_block32,out=bf16)",
         "linear(T=200,K=1280,N=128,x=u8,w=fp8_block32,out=f32)",
         "linear(T=200,K=768,N=5120,x=u8,w=fp8_block32,out=bf16)",
+        "linear(T=150,K=4096,N=128,x=u8,w=fp8_block32,out=f32)",  # so many steps that their stages are used again
+        "linear(T=200,K=4096,N=128,x=u8,w=fp8_block32,out=f32)",
         "linear(T=2360,K=512,N=7936,x=u8,w=fp8_block32,out=bf16)",  # parts, of which the next is expanded meanwhile
         "linear(T=33,K=256,N=288,x=u8,w=fp8_block32,out=f32)",  # one slice
         "linear(T=20,K=256,N=288,x=u8,w=fp8_block32,out=f32)",
@@ -80,6 +82,7 @@ FURTHER = {
         "residual_site(T=1100,m=4,H=256,dtype=bf16,codes=False,first=True)",
     ],
     "hyper_connection_pre": ["hyper_connection_pre(T=1100,m=4,H=256,dtype=bf16)"],
+    "mask_logits": ["mask_logits(S=33,V=8200,L=300,mode=all)"],  # rows enough to go by fours, after penalties and biases
     "permute": ["permute(T=450,K=64,E=8,k=6,x=u8)"],  # more pairs than a block looks at
     "score_index": [  # so many columns that rows whose candidates are all that they see are scored apart
         "score_index(requests=0+260,heads=4,d=128,q=mxfp4_32,format=mxfp4_32,block_rows=64,dtype=bf16,ratio=1,candidates=2048)",
