@@ -74,7 +74,7 @@ def test_these_calls_write_their_workspace(rows, n, k):
         room.fill_(0x5A)
         call()
         stream.synchronize()
-    assert int((room != 0x5A).sum()) > rows * n
+    assert int((room != 0x5A).sum()) > rows * k
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), SIZES)
