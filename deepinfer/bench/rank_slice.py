@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from deepinfer_hal.ceilings import Ceilings, measure_ceilings
+from deepinfer_hal.conformance.host import describe_suite
 from deepinfer_hal.dispatch import Choice
 
 from deepinfer.bench.extrapolate import DRAFTS, extrapolate, missing_kinds, whole_model_ops
@@ -69,6 +70,7 @@ def measure(backend: Any, index: int, cut: Slice, load: Workload, say: Say = lam
         "device": f"{backend.name}:{index}",
         "device_name": next((one.name for one in backend.probe() if one.index == index), ""),
         "build": dict(backend.describe_build()),
+        "suite": describe_suite(),
         "ranks": cut.ranks,
         "layers": list(cut.layers),
         "kinds": cut.kinds,

@@ -205,6 +205,7 @@ class TestMeasuring:
 
     def test_the_whole_model_is_the_sum_of_its_terms(self, result):
         assert result["missing_kinds"] == [] and len(result["whole_model"]) == 4
+        assert len(result["suite"]["source_sha256"]) == 64 and result["build"]
         for one in result["whole_model"]:
             assert one["seconds"] == pytest.approx(sum(term["count"] * term["seconds"] for term in one["terms"]))
         counts = {term["name"]: term["count"] for term in result["whole_model"][0]["terms"]}

@@ -118,7 +118,7 @@ def torch_us(call: Callable[[], torch.Tensor], flops: float, samples: int) -> fl
         return None
 
 
-def beside(found: list[tuple[dict[str, Any], list[int]]], samples: int) -> Iterator[None]:
+def time_torch(found: list[tuple[dict[str, Any], list[int]]], samples: int) -> Iterator[None]:
     """Adds the times of torch's grouped products of the same sizes to each point, with the rows of its experts; a pause after
     each."""
     gen, weight, codes = torch.Generator("cuda").manual_seed(8), torch.empty(0), torch.empty(0)
@@ -196,7 +196,7 @@ def measure(experts: list[int], samples: int) -> Iterator[dict[str, Any]]:
         point["floor_us"] = floor(point, most)
     result |= {**most, "zipf_over_uniform": skew[0] / skew[1] if skew else None}
     yield result
-    for _ in beside(list(zip(found, rows_of, strict=True)), samples):
+    for _ in time_torch(list(zip(found, rows_of, strict=True)), samples):
         yield result
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from deepinfer_hal.conformance.host import describe_host, describe_suite
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.model_path import resolve_model
@@ -183,7 +184,8 @@ def compare(backend: str, with_cpu: bool) -> dict[str, Any]:
     runner = llm.engine.runner
     graphs = runner.graphs
     result = {
-        "backend": backend, "build": dict(runner.loaded.backend.describe_build()),
+        "backend": backend, "build": dict(runner.loaded.backend.describe_build()), "suite": describe_suite(),
+        "host": describe_host(),
         "kernels": [str(choice) for choice in runner.loaded.dispatcher.table()],
         "graphs": 0 if graphs is None else graphs.count,
         "why_eager": "the backend captures no graphs" if graphs is None else graphs.reason,
